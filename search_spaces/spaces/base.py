@@ -345,7 +345,7 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Contradictions between options of the section that can be found without the models."""
+        """Yield the contradictions between options of the section that can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:

@@ -145,7 +145,8 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
     `first` is a pair of the activations, in x and in y, of the first tokens of texts, each [texts, channels]. These
     tokens are not among the rows. In some channels their activations are outliers in both x and y. For such a channel,
     scale and shift map two means of x to the same two means of y: the mean over the rows, and the mean over the first
-    tokens. Then the variance of the mapped channel may differ from the variance in y.
+    tokens. Then the variance of the mapped channel may differ from the variance in y. With `first` None, no channel is
+    treated in this way.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -174,8 +175,8 @@ def fit_alignment(
     computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
     [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the result's quality
     (function `discrepancy`), and the kind `mlp` keeps the epoch with the smallest discrepancy. `first` contains the
-    activations of the texts' first tokens in x and in y. These tokens are not among the rows of `x_ND` and `y_ND`.
-    `options` are for the kind `mlp`.
+    activations of the texts' first tokens in x and in y, or is None if they are unknown. These tokens are not among the
+    rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`; None means the defaults.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])

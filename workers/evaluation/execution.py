@@ -99,7 +99,11 @@ class Executor:
         raise AssertionError
 
     def run(self, programs: Sequence[str]) -> list[str | None]:
-        """Execute programs, wait for them, and return their outcomes (`submit`, then `outcomes`)."""
+        """Execute programs, wait for them, and return the outcome of each, in their order.
+
+        An outcome is None if the program ran to its end, else the reason why it did not. The method calls the method
+        `submit`, then the method `outcomes`.
+        """
         self.submit(programs)
         return self.outcomes()
 

@@ -96,8 +96,8 @@ class Backend(Protocol):
     ) -> list[Completion]:
         """Complete prompts, and return the completions in the order of the requests.
 
-        `finished` is called with (index of a request, its completion) as soon as the completion is ready. `finished`
-        must not raise an error.
+        If `finished` is not None, it is called with (index of a request, its completion) as soon as the completion is
+        ready. `finished` must not raise an error.
         """
         ...
 

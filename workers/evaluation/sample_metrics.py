@@ -98,8 +98,8 @@ def _sari_of(
     """The three scores of SARI for n-grams of one length: (kept, deleted, added).
 
     The arguments are the counts of n-grams in each text. Counts of the source and of the answer are multiplied by the
-    number of references, and compared with the sum of the references' counts. For example, an n-gram that half of the
-    references contain is half right to keep.
+    number of references, and compared with the sum of the references' counts. For example, keeping an n-gram that half
+    of the references keep is half right.
     """
     total = sum(references, Counter[str]())
     source_total = Counter({gram: count * len(references) for gram, count in source.items()})

@@ -378,7 +378,7 @@ class LocatedFamily:
 
 
 def _are_alike(opened: Mapping[str, Checkpoint], base_alias: str, alias: str) -> bool:
-    """Whether two of the `opened` models read the same kind of data; true if the base could not be opened."""
+    """Whether the base and the model `alias` read the same kind of data; True if the base could not be opened."""
     return base_alias not in opened or opened[base_alias].modality is opened[alias].modality
 
 

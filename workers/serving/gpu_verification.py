@@ -126,7 +126,7 @@ def _free_here() -> Mapping[str, float]:
 
 
 def _is_of_gpu(error: BaseException | None) -> bool:
-    """Whether an error of PyTorch comes from a GPU, for example because its memory is full."""
+    """Whether an error of PyTorch comes from a GPU, for example because the GPU's memory is full."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):

@@ -80,7 +80,7 @@ def forget_starts(app_name: str) -> None:
 
 
 def _put(note: str | None) -> None:
-    """Store the record of this process's replica in Ray's key-value store; None removes it."""
+    """Store `note`, the record of this process's replica, in Ray's key-value store; None removes the record."""
     import ray
     from ray import serve
     from ray.exceptions import RayError

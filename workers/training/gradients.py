@@ -331,7 +331,7 @@ class CoefficientGradients:
         self._max_tokens = limit
 
     def _fitting_tokens(self, *, recomputes: bool) -> int | None:
-        """The number of tokens of a pass for whose activations every GPU of the model has room; None without GPUs.
+        """Largest number of tokens of a pass whose activations fit into every GPU of the model; None without GPUs.
 
         Room for the sources of the largest tensor is kept free, because they are copied to the GPU when the tensor's
         gradient is reduced.

@@ -182,7 +182,8 @@ def _gap_at(logprobs: torch.Tensor, ranked: Sequence[int], count: int) -> float:
     """Gap in log-probability between the class at rank `count` and the class at the next rank.
 
     `ranked` has the classes in descending order of log-probability. The first `count` classes are the model's answer,
-    so a small gap means that rounding can change the metric.
+    so a small gap means that rounding can change the metric. The result is FAR, a very large number, if there is no
+    next rank.
     """
     if count >= len(ranked):
         return FAR

@@ -153,8 +153,8 @@ def _read(
     """Read `text`: log-probabilities of its tokens, without the first token, and gaps at each position.
 
     A gap is the difference between two tokens' log-probabilities. The two tokens at each position are `likeliest`
-    [num_tokens, 2], by default the two likeliest tokens. Returns the log-probabilities [num_tokens - 1], the gaps
-    [num_tokens], and the two tokens.
+    [num_tokens, 2]; if `likeliest` is None, they are the two tokens that `model` finds likeliest. Returns the
+    log-probabilities [num_tokens - 1], the gaps [num_tokens], and the two tokens.
     """
     scores = next_token_scores(model, text)
     if likeliest is None:

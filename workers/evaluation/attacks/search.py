@@ -104,7 +104,7 @@ def search(
         clean: The metric with the original template.
         seed: Fixes random changes.
         lowest: The lowest possible value of the metric.
-        replacements: The model that proposes words; attacks of the kind "bert" need it.
+        replacements: The model that proposes words. Attacks of the kind "bert" need it; other attacks do not use it.
     """
     option, original = attack.option, attack.original
     queries = _Queries(option.max_queries)

@@ -231,7 +231,8 @@ def _in_one_launch(
     """Causal attention within all documents in one launch, by PyTorch's variable-length attention.
 
     The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
-    `longest` is the number of tokens of the longest document.
+    `longest` is the number of tokens of the longest document. `scaling` is the factor of attention scores; None means
+    the default.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -265,7 +266,8 @@ def _one_by_one(
     """Causal attention within each document, computed one document after the other.
 
     The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
-    `longest` is the number of tokens of the longest document.
+    `longest` is the number of tokens of the longest document. `scaling` is the factor of attention scores; None means
+    the default.
     """
     sizes = bounds.diff().tolist()
     parts = zip(*(torch.split(tensor.transpose(0, 1), sizes, dim=1) for tensor in (query, key, value)), strict=True)

@@ -81,7 +81,10 @@ class ImageMergeLosses:
         return min(samples, count // 2)
 
     def _measured(self, merge: Merge, *, is_reported: bool) -> dict[str, tuple[float, float]]:
-        """Mean loss and accuracy of a merge on each merged expert's tasks, keyed by the expert's alias."""
+        """Mean loss and accuracy of a merge on each merged expert's tasks, keyed by the expert's alias.
+
+        If `is_reported` is True, the images for reports are used; otherwise the images for choosing coefficients.
+        """
         recipe = Recipe.uniform(
             merge,
             models=self._fingerprints,

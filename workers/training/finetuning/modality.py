@@ -58,7 +58,7 @@ class Examples(Protocol):
         ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Context manager in which the model is called with inputs from the method `inputs`."""
+        """Context manager that must be open while the model is called with results of the method `inputs`."""
         ...
 
 
@@ -116,7 +116,7 @@ class TrainingModality(Protocol):
         ...
 
     def examples(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> Examples:
-        """Read the training data. Raises InvalidTask, with the place in the data, if they cannot be used."""
+        """Read the training data of `spec`. Raises InvalidTask, with the place in the data, if they cannot be used."""
         ...
 
     def network(
@@ -124,7 +124,9 @@ class TrainingModality(Protocol):
     ) -> torch.nn.Module:
         """Load the transformers model that is trained; its frozen parameters have `requires_grad` False.
 
-        `options` are passed to `from_pretrained`. Raises InvalidModel if the model cannot be loaded.
+        `base` is the directory of the base model. `options` are passed to transformers' method `from_pretrained`.
+        `access` limits the files that the data may name; None is no limit. Raises InvalidModel if the model cannot be
+        loaded.
         """
         ...
 
@@ -165,7 +167,8 @@ class TrainingModality(Protocol):
         """Make the scorer of the evaluation objectives in `spec.evaluation`, which must not be None.
 
         `model` is the model in training. `called` is the callable that computes its outputs: `model` itself, its
-        linearization, or an adapter for shards. Raises InvalidTask if a task cannot be built.
+        linearization, or an adapter for shards. `base` is the directory of the base model. `access` limits the files
+        that tasks may use; None is no limit. Raises InvalidTask if a task cannot be built.
         """
         ...
 

@@ -50,8 +50,8 @@ class SharpnessAware(OptimizerWrapper):
 
         `closure` clears the gradients, computes the loss and its gradients, and returns the loss. The closure is called
         twice: at the parameters, and at the parameters plus an offset in whose direction the loss rises. The update
-        uses the gradients of the second call; the result is the loss of the first call. Raises ValueError without a
-        closure.
+        uses the gradients of the second call; the result is the loss of the first call. Raises ValueError if `closure`
+        is None.
         """
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")
