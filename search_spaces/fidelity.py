@@ -137,7 +137,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """All brackets of a search in the order of running.
+    """All brackets of a search, in the order in which they run.
 
     `cycle` is repeated until `max_trials` configurations have started. The last bracket is smaller if fewer
     configurations are left.

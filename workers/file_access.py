@@ -59,7 +59,7 @@ class FileAccess:
         Reading is allowed in the directories of the fields `readable` and `trusted` and everything below them. Reading
         is not allowed below a directory of the field `closed`, unless a directory of `readable` or `trusted` is itself
         below this directory. The file `database.url`, which may hold the password of the server's database, is refused
-        in any directory. For a URL, the result is the result of `url_refusal`.
+        in any directory. A URL is checked by the method `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -83,8 +83,8 @@ class FileAccess:
     def refusal_of_all(self, path: str | Path) -> str | None:
         """Reason why the directory `path` or an entry of it may not be read; None if all entries may be read.
 
-        Entries are checked one by one because they may be links to other places. For a URL, whose entries are no links,
-        the result is the result of `url_refusal`.
+        Entries are checked one by one because they may be links to other places. A URL, whose entries are no links, is
+        checked by the method `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))

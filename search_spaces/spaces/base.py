@@ -63,8 +63,8 @@ class SearchedModels:
       although the base's files store a tensor of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
-    - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
-      preference vectors has a single vector of equal weights.
+    - `preferences`: the study's preference vectors: weights of at least 0, keyed by objective, that sum to one. A study
+      without preference vectors has a single vector of equal weights.
     """
 
     base: str

@@ -298,9 +298,9 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
-        Candidates are numbers that stand for layers which the block may use. `order` contains each candidate as often
-        as the field `repeats` says. The result contains a key for each of these copies, ordered by candidate. Sorting
-        the copies by their keys gives `order`.
+        Candidates are numbers that stand for layers which the block may use. `order` contains several copies of each
+        candidate; their number is the field `repeats`. The result contains a key for each copy, ordered by candidate.
+        Sorting the copies by their keys gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies

@@ -120,7 +120,7 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """Name the parameter whose value is the factor on the tensor `tensor_name`, in a tuple with one pair.
+        """The parameter whose value is the factor on the tensor `tensor_name`, as a tuple with one pair.
 
         The pair has the model's alias and the name of the parameter. The result is empty for norms, the embedding and
         the head, which have no factor.

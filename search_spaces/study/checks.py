@@ -295,7 +295,7 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
     `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, and an objective may
-    state its own numbers of samples. `objectives` are the entries of the study file by position.
+    state its own numbers of samples. `objectives` are the entries of the study file, keyed by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}

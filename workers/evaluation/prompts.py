@@ -73,7 +73,7 @@ class Stream(Protocol):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the completion is no longer wanted by anyone."""
+        """Whether the completion was cancelled, because nobody waits for it any more."""
         ...
 
     def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:

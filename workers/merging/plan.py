@@ -69,7 +69,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot (`plan_tensors`).
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot be merged (function `plan_tensors`).
     """
     plan_tensors(recipe, bank)
 

@@ -65,9 +65,9 @@ class ModelMagnitudes:
     """Magnitude thresholds of one tensor for merges that trim whole models.
 
     A whole model keeps its largest elements over all tensors, so the thresholds depend on all tensors. The class
-    implements `Ranked`, the interface of objects that find the n-th largest magnitude, but ranks count the elements of
-    the model, not of the tensor. `num_elements` is the number of elements of the model. `trims` maps each rank that a
-    merge uses (the number of elements that the model keeps) to the threshold of this tensor.
+    implements the interface `Ranked`, the interface of objects that find the n-th largest magnitude, but ranks count
+    the elements of the model, not of the tensor. `num_elements` is the number of elements of the model. `trims` maps
+    each rank that a merge uses (the number of elements that the model keeps) to the threshold of this tensor.
     """
 
     num_elements: int
@@ -163,8 +163,8 @@ class _Words:
     """The elements of one tensor as 64-bit sort keys, which are in the order of the elements' magnitudes.
 
     The n-th largest element of a whole model is found by counting the keys that begin with certain bits. Each pass over
-    the keys reads the tensor again. The class implements `order_statistics.Words`. `read` returns the tensor called
-    `name`, which is read again at each use. `compiles` says whether compiled kernels may be used.
+    the keys reads the tensor again. The class implements the interface `order_statistics.Words`. `read` returns the
+    tensor called `name`, which is read again at each use. `compiles` says whether compiled kernels may be used.
     """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
@@ -193,8 +193,8 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and the keys are
-    in the order of their magnitudes.
+    implements the interface `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and
+    the keys are in the order of their magnitudes.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

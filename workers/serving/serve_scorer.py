@@ -50,7 +50,7 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True)
 class ServeScorer:
-    """Client of the scoring replicas in a Ray Serve application; it implements `workers.types.Scorer`.
+    """Client of the scoring replicas in a Ray Serve application; it implements the interface `workers.types.Scorer`.
 
     The client is picklable, and connects at the first call. `app_name` is the name of the application. While a request
     is waited for, the application's state is checked every `poll_s` seconds. When a replica dies or fails, Serve

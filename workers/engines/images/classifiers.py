@@ -29,7 +29,7 @@ class ImageEncoder:
 
     Attributes:
         module: The PyTorch module, in evaluation mode.
-        parameters: The module's parameters, by the names under which checkpoint files store them.
+        parameters: The module's parameters, keyed by the names under which checkpoint files store them.
     """
 
     def __init__(self, module: Any) -> None:

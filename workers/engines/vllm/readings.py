@@ -64,7 +64,7 @@ class Read:
 
     Each log-probability is in a pair: (log-probability of a token, whether the token is the likeliest in its place).
     `rows` has the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs
-    of the tokens that may follow the prompt, by token id.
+    of the tokens that may follow the prompt, keyed by token id.
     """
 
     rows: tuple[Scored, ...]

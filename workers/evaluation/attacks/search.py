@@ -41,7 +41,7 @@ class PromptAttack:
 
     @property
     def most_queries(self) -> int:
-        """The largest number of templates that an attack on one model can score."""
+        """The largest number of templates that may be scored in one attack on one model."""
         option, num_words = self.option, len(self.original.words)
         if isinstance(option, StressAttack):
             most = len(SENTENCES)
@@ -181,7 +181,7 @@ def _changes(
 
     The function takes the present template and the index of the word among the template's pieces, and returns the words
     that may replace it. `option` has the kind and the limits of the attack: an attack of the kind "bert" asks the model
-    `replacements`, and another attack edits characters at random, as `seed` determines. `original` is the template
+    `replacements`, and any other attack edits characters at random, as `seed` determines. `original` is the template
     before any change; limits on changes refer to it.
     """
     if isinstance(option, BertAttack):

@@ -36,7 +36,7 @@ Tensors = Sequence[torch.Tensor]
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
     """Inner product of the contiguous CPU tensors `first` and `second` or, with `base`, of their differences from it.
 
-    The result has the same bits as the result of `methods.arithmetic.inner_products`.
+    The result has the same bits as the result of the function `methods.arithmetic.inner_products`.
     """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())

@@ -149,7 +149,7 @@ class TensorWords:
     The upper half of a key is the number by which elements are ranked, such as the magnitude of an element's difference
     from the base. The lower half orders elements with equal numbers. The argument `numbers` is an object that holds the
     tensor and computes the upper halves; its class decides by which number elements are ranked. The class implements
-    `order_statistics.Words`.
+    the interface `order_statistics.Words`.
     """
 
     def __init__(self, numbers: Any) -> None:

@@ -46,7 +46,8 @@ class Settings:
     - `whole_modules` (`modules_to_save`): modules that were trained as whole tensors
     - `ties_weights` (`ensure_weight_tying`): whether tied embedding and output head were trained as one tensor
     - `stated_base`: the base model as the file states it; "" if the file states none
-    - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, by embedding module
+    - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, keyed by embedding
+      module
     - `parameters` (`target_parameters`): parameters, not modules, that the adapter changes
     - `is_dora` (`use_dora`): whether the adapter has magnitudes (DoRA)
     - `has_biases` (`lora_bias`): whether matrices B have biases

@@ -248,8 +248,8 @@ class _TaskSamples:
 class _Linearized:
     """Adapter with the method `logits` for a linearized model, so that losses of samples can be computed.
 
-    A linearized model is linear in its weights. The class implements `ModelOfLogits`. `device` is the device of the
-    model.
+    A linearized model is linear in its weights. The class implements the interface `ModelOfLogits`. `device` is the
+    device of the model.
     """
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:
