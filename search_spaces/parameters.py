@@ -266,7 +266,7 @@ class Parameters:
         """Convert a proposed configuration to the form that studies store.
 
         If several configurations give the same merge, only one of them is stored; the space's structure says which one
-        (`Structure.repair`). The method `check` must accept `configuration`. Without a structure the result is
+        (method `Structure.repair`). The method `check` must accept `configuration`. Without a structure the result is
         `configuration` itself.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)

@@ -80,8 +80,8 @@ def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, i
     """The number of preference vectors that the function `lattice` returns for the same arguments.
 
     A preference vector has a weight for each of `num_objectives` objectives. The weights are multiples of 1/divisions
-    and sum to one. Without `corners`, vectors with a single weight above 0 do not count; with `interior`, vectors with
-    a weight of 0 do not count.
+    and sum to one. Without `corners`, vectors with a single weight above 0 are left out; with `interior`, vectors with
+    a weight of 0 are left out.
     """
     if interior:
         return math.comb(divisions - 1, num_objectives - 1)

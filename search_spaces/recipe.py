@@ -109,7 +109,7 @@ class Recipe:
     - `vocabulary`: further options of the vocabulary, which the module `workers.models.vocabulary` reads
     - `stacks_experts`: whether all experts of a layer's mixture of experts are merged as one tensor; otherwise each
       expert is merged separately
-    - `trim`: for methods that keep a share of a task vector's elements by magnitude (`MergeMethod.trims`): with
+    - `trim`: for methods that keep a share of a task vector's elements by magnitude (field `MergeMethod.trims`): with
       "tensor", this share of each tensor is kept; with "model", this share of all tensors of the model together is
       kept, so that the kept share of a tensor differs between tensors. A recipe without such a method has "tensor".
     """

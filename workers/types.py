@@ -111,10 +111,11 @@ class Family:
     """A base model and its experts, which one engine can merge.
 
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
-    options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
-    `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
-    (`workers.alignments`); it is "" if there are no alignments. Files may be added to this directory while engines run.
-    `modality` is the name of the kind of data that the models read (`workers.models.modalities`).
+    options of the vocabulary, such as the sources of embedding rows of single tokens (module
+    `workers.models.vocabulary`). `alignments_dir` is the directory, or the URL of the object store, that has the
+    alignments which recipes name (package `workers.alignments`); it is "" if there are no alignments. Files may be
+    added to this directory while engines run. `modality` is the name of the kind of data that the models read (package
+    `workers.models.modalities`).
     """
 
     base: ModelSource
@@ -421,7 +422,7 @@ class GradientResult:
     In the sum, each objective's loss has a given weight.
 
     - `losses`: the mean loss of each objective over the minibatch, divided by a number for the objective's task that
-      makes losses comparable (`evaluation.references`)
+      makes losses comparable (module `evaluation.references`)
     - `num_samples`: the size of the minibatch
     - `seconds`: the time of the computation
     - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), keyed by
@@ -490,7 +491,7 @@ class Scorer(Protocol):
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
         """Return small pictures of the samples [start, stop) of a task, in the order of scoring.
 
-        The task must be of a modality whose samples have pictures (`Modality.has_pictures`).
+        The task must be of a modality whose samples have pictures (field `Modality.has_pictures`).
 
         Raises:
             InvalidTask: The task cannot be built, or its samples have no pictures.

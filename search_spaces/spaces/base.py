@@ -331,7 +331,7 @@ class SpaceSection(Section, ABC):
     def scaled_by(self) -> str | None:
         """Name of the study file's option that gives layers scales; None if recipes of this space have no scales.
 
-        A layer scale is a factor on the residual stream after a layer (`LayerRecipe.scale`). Not every model type
+        A layer scale is a factor on the residual stream after a layer (field `LayerRecipe.scale`). Not every model type
         supports layer scales.
         """
         return None

@@ -169,7 +169,7 @@ SPACE = DisSection
 class DisSpace:
     """The search space DIS (depth-wise integration): a merge is a sequence of layers of the base model and its experts.
 
-    It is immutable.
+    The class is immutable.
     """
 
     kind = "dis"

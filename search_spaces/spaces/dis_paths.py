@@ -46,8 +46,8 @@ class Block:
     """The part of a merge that stands for one block, a group of adjacent layers at the same depth of all models.
 
     `path` is the sequence of the layers that the merge uses in place of this group, as the numbers of candidates; a
-    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path`
-    (`DisPaths.scale_of`).
+    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path` (field
+    `DisPaths.scale_of`).
     """
 
     path: tuple[int, ...]
@@ -413,9 +413,8 @@ class DisPaths:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
         A path is a sequence of layers, and candidates are the layers that the block may use. `rng` gives the random
-        numbers. An empty path stands for the base's own layers of the block. If the field `retains` is True and `size`
-        is the number of the base's layers in the block, the empty path is drawn with probability 1 / (number of models
-        + 1).
+        numbers. If the field `retains` is True, an empty path stands for the base's own layers of the block. If also
+        `size` is the number of these layers, the empty path is drawn with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()

@@ -3,8 +3,8 @@
 Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 5.3. The merge is one model with all of its layers in their
 order. Each layer has a factor on its weights and a factor on its output. The paper gives no further details. Here the
 first factor multiplies the tensors of attention and MLP (biases included, but not norms), and the second multiplies the
-residual stream after the layer, as in DIS (`LayerRecipe.scale`). The last layer's output has no factor, because the
-final norm would cancel it.
+residual stream after the layer, as in DIS (field `LayerRecipe.scale`). The last layer's output has no factor, because
+the final norm would cancel it.
 
 The range of the factors is the same as in DIS. Merges are differentiable with respect to both factors.
 """

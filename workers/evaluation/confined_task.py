@@ -57,10 +57,10 @@ class _Request:
 class ConfinedTask(TaskProcess):
     """Client of a sandboxed process that builds one task and runs the task's own Python functions.
 
-    The process can use only the files and resources that it needs (`Confinement`). The class implements the interface
-    `built_tasks.TaskCode`. The attribute `built` is the task that `spec` describes. The metric of a sample may take
-    `sample_limit_s` seconds, and building the task may take `task_limit_s` seconds. `confinement` replaces the sandbox
-    in tests. Raises InvalidTask if the task cannot be built, and if this machine cannot confine a process.
+    The process can use only the files and resources that it needs (interface `Confinement`). The class implements the
+    interface `built_tasks.TaskCode`. The attribute `built` is the task that `spec` describes. The metric of a sample
+    may take `sample_limit_s` seconds, and building the task may take `task_limit_s` seconds. `confinement` replaces the
+    sandbox in tests. Raises InvalidTask if the task cannot be built, and if this machine cannot confine a process.
     """
 
     def __init__(

@@ -1,7 +1,8 @@
 """Interface of the sandboxes that confine processes, and the files and resources that a confined process may use.
 
 There are two sandboxes, `bubblewrap` and `landlock`, which differ in how they limit files. In both, the same filter
-limits the system calls (`system_calls`), so that a program behaves the same. A process cannot remove a restriction.
+limits the system calls (module `system_calls`), so that a program behaves the same. A process cannot remove a
+restriction.
 """
 
 from __future__ import annotations

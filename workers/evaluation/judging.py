@@ -1,7 +1,7 @@
 """Prompts for a judge about the samples of a task, and the verdicts in the judge's answers.
 
-A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module sends
-no requests to the judge; the driver of a study sends them (`service.tune.judging`).
+A judge is a model that compares a completion with the reference answer (module `search_spaces.study.judge`). This
+module sends no requests to the judge; the driver of a study sends them (module `service.tune.judging`).
 """
 
 from __future__ import annotations

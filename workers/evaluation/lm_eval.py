@@ -1,7 +1,8 @@
 """Scoring: a backend answers a task's samples, and lm-eval's filters and metrics turn the answers into values.
 
 Requests are built and tokenized once per task. After that, scoring is one batch for the backend and the metric of each
-sample (`metrics`). The backend is the warm engine or plain transformers (`workers.evaluation.prompts.Backend`).
+sample (module `metrics`). The backend is the warm engine or plain transformers (interface
+`workers.evaluation.prompts.Backend`).
 """
 
 from __future__ import annotations

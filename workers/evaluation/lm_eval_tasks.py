@@ -70,7 +70,8 @@ class Prepared:
 
     - `directories`: the directories of the task's files
     - `files`: the files in these directories that the task's code may read
-    - `datasets`: the task's data, as `datasets.load_dataset` returned them, by `task_loading.data_key`
+    - `datasets`: the task's data, as `datasets.load_dataset` returned them, keyed by the result of the function
+      `task_loading.data_key`
     - `index`: the named tasks (function `task_index`), which other tasks may refer to; None if the task needs none
     """
 

@@ -214,7 +214,7 @@ class TaskProcess(ABC):
 
 
 class MetricProcess(TaskProcess):
-    """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
+    """A separate process that computes metrics of tasks without code of their own (interface `metrics.Metrics`).
 
     The process is started at once. The process has no sandbox, and has this process's environment variables. The metric
     of a sample may take `sample_limit_s` seconds, and building a task may take `task_limit_s` seconds.

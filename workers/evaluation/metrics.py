@@ -2,7 +2,7 @@
 
 Metrics may set timers (SIGALRM), which Python allows only in the main thread of a process. In other threads they raise,
 or score 0 without a message. A replica scores in another thread. Therefore it computes metrics in a separate process
-(`metric_process.MetricProcess`).
+(class `metric_process.MetricProcess`).
 """
 
 from __future__ import annotations

@@ -74,7 +74,7 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
     - files that `access` does not allow, even if a data set itself names them, and addresses of other hosts than the
       hub; if `access` is None, there is no such limit
-    - data sets that name a file format but no files, because `datasets` would search the disk for files
+    - data sets that name a file format but no files, because the package `datasets` would search the disk for files
     - metrics that are not lm-eval's own
 
     Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
@@ -130,9 +130,9 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager in which lm-eval builds tasks with their own Python functions, in a sandboxed process.
 
-    `data` has the data sets that another process has loaded (`Recording.datasets`), because this process cannot load
-    data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the current
-    directory inside the context; None does not change it.
+    `data` has the data sets that another process has loaded (field `Recording.datasets`), because this process cannot
+    load data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the
+    current directory inside the context; None does not change it.
     """
     import datasets
     import lm_eval.api.task
@@ -298,8 +298,8 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
     """Make a wrapper of `datasets.load_dataset` that refuses data files outside a study's file access.
 
     The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
-    allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
-    search every directory below the current directory.
+    allowed. A call that names a file format such as "json" but no files is always refused, because the package
+    `datasets` would search every directory below the current directory.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
@@ -425,7 +425,7 @@ def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_media(data: Any) -> None:
     """Raise InvalidTask if the loaded `data` have columns with media such as images.
 
-    `datasets` would open the files whose paths are in these columns.
+    The package `datasets` would open the files whose paths are in these columns.
     """
     from datasets import Dataset, DatasetDict
     from datasets.features.features import Json, _visit

@@ -53,8 +53,8 @@ class ConfinedStart:
 
     - `confinement`: the sandbox to which the process confines itself
     - `spec`: the task
-    - `data`: file descriptors of the task's data as Arrow streams, by `task_loading.data_key` and split; the split is
-      None for data without splits
+    - `data`: file descriptors of the task's data as Arrow streams, keyed by the result of the function
+      `task_loading.data_key` and the split; the split is None for data without splits
     - `index`: the named tasks that the task may refer to, or None
     """
 

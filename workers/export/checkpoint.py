@@ -62,13 +62,13 @@ def export(
     transformers loads this class with trust_remote_code. If the models are classifiers, the checkpoint has the head of
     one model, and the folder `heads` has the heads of all models, each for one task.
 
-    The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
-    tokenizer has the vocabulary to which `bank` has converted the models. `scores` maps an objective to its value on
-    held-out samples, and `study` is the name of the study; both are shown in the model card, README.md. `chat_template`
-    replaces the tokenizer's chat template. If `has_directories` is False, mergekit_config.yml has no directories of
-    this machine, but the models' aliases. `progress` is called for every tensor. An existing export of the same recipe,
-    dtype and template is left unchanged. If an earlier export was killed or interrupted, its complete files of tensors
-    are checked and kept.
+    The tensors are bit for bit the result of the function `merged_tensors` for `dtype`, in files of at most
+    `max_shard_bytes`. The tokenizer has the vocabulary to which `bank` has converted the models. `scores` maps an
+    objective to its value on held-out samples, and `study` is the name of the study; both are shown in the model card,
+    README.md. `chat_template` replaces the tokenizer's chat template. If `has_directories` is False,
+    mergekit_config.yml has no directories of this machine, but the models' aliases. `progress` is called for every
+    tensor. An existing export of the same recipe, dtype and template is left unchanged. If an earlier export was killed
+    or interrupted, its complete files of tensors are checked and kept.
 
     Raises:
         FileExistsError: `out_dir` has other content, or another process writes to it.

@@ -120,7 +120,12 @@ def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], Qu
 
 @dataclass
 class _Sizes:
-    """Sums over the quantised tensors: bytes before and after, squares of the errors, and squares of the weights."""
+    """Sums over the tensors of a checkpoint that is quantised.
+
+    `before` and `after` are the bytes of all tensors before and after. `num_layers` is the number of quantised layers.
+    `squared_error` and `squares` are the sums of the squares of the errors and of the weights, over the quantised
+    weights.
+    """
 
     before: int = 0
     after: int = 0

@@ -74,8 +74,8 @@ class _Builder:
     - `aliases`: maps the models that the configuration names to their aliases in the recipe
     - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, keyed by alias
     - `seed`: the seed for methods with random masks
-    - `problems`: the problems found so far, by their place in the file, so that a problem that occurs in every layer is
-      reported once
+    - `problems`: the problems found so far, keyed by their place in the file, so that a problem that occurs in every
+      layer is reported once
     - `warnings`: lines about settings without effect
     """
 

@@ -1,7 +1,7 @@
 """The bank: the source weights of one family of models, held once per engine in their stored dtype.
 
-The bank maps names to tensors, and caches statistics that depend only on the sources (`statistics`). It computes no
-merges.
+The bank maps names to tensors, and caches statistics that depend only on the sources (module `statistics`). It computes
+no merges.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ class Bank:
     memory has too little room, nothing is shared, and the attribute `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
-    more memory is merged on the CPU (`workers.merging.devices`).
+    more memory is merged on the CPU (module `workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content;

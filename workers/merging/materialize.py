@@ -357,11 +357,14 @@ class _Computation:
         return self._operands(bank, lambda key: bank.get(*key))
 
     def operands_on_cpu(self, bank: Bank) -> Operands:
-        """The result of `operands`, with the tensors on the CPU."""
+        """The result of the method `operands`, with the tensors on the CPU."""
         return self._operands(bank, bank.on_cpu)
 
     def statistics(self, bank: Bank) -> Operands:
-        """The result of `operands`, with tensors that have a shape and no contents; nothing is read from `bank`."""
+        """The result of the method `operands`, with tensors that have a shape but no contents.
+
+        Nothing is read from the weights in `bank`.
+        """
         return self._operands(bank, lambda _: torch.empty(self.tensor.shape, device="meta"))
 
     def _operands(self, bank: Bank, read: Callable[[Key], torch.Tensor]) -> Operands:
@@ -435,8 +438,8 @@ class _ShardComputation:
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Tensors for computing the shard: (tensors of the sources, tensor of the base or None).
 
-        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
-        (`Bank.parts`). `bank` has the weights of the source models.
+        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard (method
+        `Bank.parts`). `bank` has the weights of the source models.
         """
         if kernels.backend(bank.device) == "cpu":
             return sources_of(self.tensor, self.plan, bank, self.shard)
@@ -476,8 +479,8 @@ def _of_whole_models(
     Such a merge keeps a share of the task vector of the whole model, not of each tensor. `tensor` is a merged tensor of
     `recipe`; `sources` and `base` are its operands, as (alias of the model, name of the tensor) in `bank`, which has
     the weights. The first result finds the magnitude thresholds of each source. The second is a number whose sign is
-    the majority sign (`Bank.majority`), or None if the method uses no majority sign. `compiles` says whether compiled
-    kernels may be used.
+    the majority sign (method `Bank.majority`), or None if the method uses no majority sign. `compiles` says whether
+    compiled kernels may be used.
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

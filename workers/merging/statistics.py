@@ -55,7 +55,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
     """The rule by which the method Arcee Fusion selects elements of `second`: row factors and a threshold.
 
     The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at least
-    the threshold are taken from `second`, all others from `first`. The result equals the result of
+    the threshold are taken from `second`, all others from `first`. The result equals the result of the function
     `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU and have at least one
     element.
     """

@@ -65,9 +65,9 @@ class ModelMagnitudes:
     """Magnitude thresholds of one tensor for merges that trim whole models.
 
     A whole model keeps its largest elements over all tensors, so the thresholds depend on all tensors. The class
-    implements the interface `Ranked`, the interface of objects that find the n-th largest magnitude, but ranks count
-    the elements of the model, not of the tensor. `num_elements` is the number of elements of the model. `trims` maps
-    each rank that a merge uses (the number of elements that the model keeps) to the threshold of this tensor.
+    implements `Ranked`, the interface of objects that find the n-th largest magnitude, but ranks count the elements of
+    the model, not of the tensor. `num_elements` is the number of elements of the model. `trims` maps each rank that a
+    merge uses (the number of elements that the model keeps) to the threshold of this tensor.
     """
 
     num_elements: int

@@ -73,7 +73,7 @@ class Checkpoint:
     def tensor(self, name: str) -> SourceTensor | None:
         """Tensor of the checkpoint, or stacked MoE tensor, with the given name; None if there is no such tensor.
 
-        A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
+        A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (property `Layout.stacks`).
         """
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:

@@ -88,7 +88,7 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """Names of the stored tensors that form each stacked MoE tensor, by the stacked tensor's name in transformers.
+        """Names of the stored tensors of each stacked MoE tensor, keyed by the stacked tensor's name in transformers.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
         tensor. The value contains, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks

@@ -27,7 +27,7 @@ class CurrentChunk:
     - `chunk`: the id of these samples, which belong to one request
     - `replica`, `log_file`: the replica's name, and the path of its log
     - `scored_others`: whether the replica had scored another recipe before
-    - `overdue`: the reason why the replica counts as hung (module `watchdog`), or None
+    - `overdue`: the reason why the replica is regarded as hung (module `watchdog`); None if it is not
     - `error_log`, `node`: a file with the process's errors, and the Ray node (hex) that has it; both are "" if unknown
     """
 

@@ -111,7 +111,7 @@ def deploy_scorer(
     the same time. `make_worker` replaces the engine in tests.
 
     Replicas get GPUs if the cluster has any, and otherwise run on the CPU if `gpus` allows it. If no node has enough
-    GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (`GpuNeed`).
+    GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (class `GpuNeed`).
 
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two

@@ -159,8 +159,8 @@ class FakeScorer:
         """Complete the prompts of `batch` with made-up words.
 
         A completion has the beginning of the recipe's digest, then the words of the prompt. Each word is a token, and
-        takes the seconds in the field `sample_delay_s`. `check` is called before each word; an error that it raises
-        ends the call.
+        takes as many seconds as the field `sample_delay_s` says. `check` is called before each word; an error that it
+        raises ends the call.
         """
         digest = batch.recipe.digest
         live: list[tuple[LiveCompletion, list[str]]] = []

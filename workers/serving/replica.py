@@ -1,9 +1,9 @@
 """Scoring replica of Ray Serve: it owns a warm engine, and scores one request at a time.
 
 A replica holds one recipe at a time. One lock covers the swap and the scoring of a chunk; chunks of the held recipe are
-scored first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works.
-Serve's multiplexing is used only as a hint for routing work to a replica that already holds the recipe; the hint can be
-wrong. The engine itself states which recipe it holds, before and after scoring.
+scored first (module `recipe_lock`). The engine runs in its own thread, so that health checks are answered while it
+works. Serve's multiplexing is used only as a hint for routing work to a replica that already holds the recipe; the hint
+can be wrong. The engine itself states which recipe it holds, before and after scoring.
 
 A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """
@@ -315,7 +315,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and convert its exceptions to exceptions of `workers.errors`.
+        """Run a function in the engine's thread, and convert its exceptions to those of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.

@@ -54,8 +54,8 @@ class ServeScorer:
 
     The client is picklable, and connects at the first call. `app_name` is the name of the application. While a request
     is waited for, the application's state is checked every `poll_s` seconds. When a replica dies or fails, Serve
-    replaces the replica, and the client sends the request again. If the replica was scoring the request and the request
-    counts crashes (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
+    replaces the replica, and the client sends the request again. If the replica was scoring the request and the
+    request's field `crashes` is a number, EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
     EngineUnavailable is raised with the reason. Time in which the request waits behind other requests does not count.
     Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
 

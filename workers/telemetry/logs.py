@@ -1,6 +1,6 @@
 """Log lines of a process, as text or as JSON, with the job, trial and attempt that they are about.
 
-The fields of JSON lines come from the context in which a message is logged (`fields`), not from its text.
+The fields of JSON lines come from the context in which a message is logged (function `fields`), not from its text.
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 The merge is computed by the code that inference engines use, and is written into a transformers model. One backward
 pass then gives the gradient of each merged tensor. Each gradient is reduced to one number for each coefficient as soon
 as it is computed, and then freed, so that the gradients of the whole model are never in memory at once. The modality of
-the models defines the model and the loss of a sample (`workers.training.task_losses`).
+the models defines the model and the loss of a sample (module `workers.training.task_losses`).
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class CoefficientGradients:
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
       gradients vanish
     - `placement`: the place where the source weights are kept
-    - `is_shared`: whether processes of the machine share sources in host memory (`Bank`)
+    - `is_shared`: whether processes of the machine share sources in host memory (class `Bank`)
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
     - `more_devices`: further devices; the layers of the model are divided over `device` and these devices
@@ -145,9 +145,9 @@ class CoefficientGradients:
         The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
         respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
         `by_scales` there is also a derivative with respect to the scale of every layer. The scale s_i of layer i, a
-        factor on the residual stream, is folded into the last weights of the branches of later layers
-        (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect
-        to s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
+        factor on the residual stream, is folded into the last weights of the branches of later layers (module
+        `workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect to
+        s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
 
         The objectives named in `completions` are measured on the completions given to the method `set_completions`; all
         other objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or
@@ -171,7 +171,7 @@ class CoefficientGradients:
         *,
         by_scales: bool,
     ) -> GradientResult:
-        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
+        """Compute the result of the method `loss_and_gradient`, but with 0 in the field `seconds`.
 
         The result contains the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of
         these losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from
@@ -212,7 +212,7 @@ class CoefficientGradients:
         `batch` has the positions of samples, keyed by objective, and the losses of an objective are in the order of its
         positions. The objectives named in `completions` are measured on the completions given to the method
         `set_completions`; all other objectives are measured on the right answers. Each loss is divided by its
-        objective's unit, which makes objectives comparable (`TaskLosses.unit`).
+        objective's unit, which makes objectives comparable (method `TaskLosses.unit`).
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
@@ -421,8 +421,8 @@ class _Targets:
     """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
     `at` has the targets, keyed by the sample's position; a target is the data from which the loss of a sample is
-    computed. The divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the
-    completions that replace right answers.
+    computed. The divisor, `unit`, is the mean size of the task's samples (method `TaskLosses.unit`), or the mean size
+    of the completions that replace right answers.
     """
 
     at: Mapping[int, Any]

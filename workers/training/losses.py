@@ -62,7 +62,7 @@ def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tens
 
 @dataclass(frozen=True)
 class _ScoredPositions:
-    """Positions in a batch of texts where a token's log-probability counts for the loss.
+    """Positions in a batch of texts where a token's log-probability is a part of the loss.
 
     The logits are [rows, num_columns, vocabulary] for the last `num_columns` columns of the texts. The three lists have
     an entry for each scored position:

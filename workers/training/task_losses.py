@@ -2,7 +2,7 @@
 
 `workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for all
 modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss of a
-sample. The modality's declaration names the class that implements this interface (`workers.models.modalities`).
+sample. The modality's declaration names the class that implements this interface (package `workers.models.modalities`).
 """
 
 from __future__ import annotations

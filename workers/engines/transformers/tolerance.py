@@ -4,7 +4,7 @@ How much rounding changes log-probabilities depends on the model: logits near 32
 logits lie much closer together. Therefore transformers computes some texts in both dtypes, with the same weights, and
 the tolerances are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding
 changes the results so much that a comparison could not distinguish a wrong merge from the right merge, nothing is
-compared (`too_large`).
+compared (function `too_large`).
 """
 
 from __future__ import annotations
@@ -120,7 +120,7 @@ def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str
     `model` is a transformers model in float32. Its weights are converted to `dtype` and restored at the end. `texts`
     are lists of token ids; at most MOST_TOKENS tokens are read. The tolerances are constants if `dtype` is "float32",
     if there are no texts, or if transformers cannot compute in `dtype`. Measured tolerances may be too large to find
-    wrong merges (`Tolerance.too_large`).
+    wrong merges (property `Tolerance.too_large`).
     """
     chosen = list(_first(texts))
     if dtype == "float32" or not chosen:

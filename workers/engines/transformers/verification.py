@@ -2,8 +2,8 @@
 
 Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
 are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
-tolerance for rounding, which is measured on the merge (`tolerance`). A token is unclear if transformers finds the
-engine's choice as likely as its own, within the tolerance. Completions may differ from the first unclear token on.
+tolerance for rounding, which is measured on the merge (module `tolerance`). A token is unclear if transformers finds
+the engine's choice as likely as its own, within the tolerance. Completions may differ from the first unclear token on.
 """
 
 from __future__ import annotations

@@ -5,7 +5,7 @@ the prefix cache and computes a checksum of the parameters. The engine's log-pro
 transformers' log-probabilities when the engine starts, every `canary.CANARY_EVERY` swaps, and on request. An engine
 that fails a check refuses all further calls, because its results cannot be trusted.
 
-Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
+Not thread-safe: the owner of an engine (module `workers.serving.replica`) holds a lock over swap and score.
 """
 
 from __future__ import annotations
@@ -361,7 +361,8 @@ class Engine:
         """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
         Returns how much the log-probabilities differ (function `backend.typical_difference`), or None if the comparison
-        was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (`canary.Canary.compare`).
+        was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (method
+        `canary.Canary.compare`).
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 

@@ -1,8 +1,8 @@
 """Checks whether vLLM can run a model, by the model's configuration, before weights are downloaded or an engine starts.
 
-The installed vLLM decides in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
-takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support is
-unknown.
+The installed vLLM decides in a separate process (module `capabilities`), in parallel with the other checks. Importing
+vLLM takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support
+is unknown.
 """
 
 from __future__ import annotations

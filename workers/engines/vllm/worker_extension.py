@@ -67,10 +67,11 @@ class MergeExtension:
         - `placements`: the possible placements of the weights; the first placement with enough memory is used
         - `scratch_bytes`: the memory for merging a tensor, which a GPU must have in addition
         - `reason`: a text that says why the first placement was chosen
-        - `keeps_ranks`: whether the bank caches the ranks of magnitudes that the method DELLA needs
-          (`bank.Bank.keep_ranks`)
+        - `keeps_ranks`: whether the bank caches the ranks of magnitudes that the method DELLA needs (method
+          `bank.Bank.keep_ranks`)
         - `ranks`: the number of processes of the engine
-        - `is_shared`: whether the processes of this node share statistics and host memory of the sources (`bank.Bank`)
+        - `is_shared`: whether the processes of this node share statistics and host memory of the sources (class
+          `bank.Bank`)
         - `max_recent_bytes`: the host memory for statistics of several sources; None is the bank's own limit
 
         Returns the bank's fingerprint, a digest of the contents of all source models.
@@ -161,7 +162,7 @@ class MergeExtension:
         - whole: text that says how many tensors this rank computed as a whole instead of only the elements that it
           holds, and why, or ""
         - elements_read: the number of elements of the sources that this rank read
-        - bank: the summary of the source weights (`bank.Bank.summary`), with the reason for their placement
+        - bank: the summary of the source weights (method `bank.Bank.summary`), with the reason for their placement
 
         If the merge could not be written, the dict has the keys of the result of the method `mergesearch_held`, and one
         of the following keys, whose value is the reason. No exception is raised, because with several ranks it would

@@ -54,9 +54,9 @@ class PromptAttack:
 class Attacked:
     """The result of an attack on one model: the template that it found, and the model's metric with it.
 
-    - `template`: the changed template that the attack chose, whose metric is lower than the metric of the original
-      template; the original template if no changed template has a lower metric. An attack that appends sentences always
-      gives the worst changed template.
+    - `template`: the changed template with the lowest metric that the attack found. If no changed template has a lower
+      metric than the original template, an attack that appends sentences still gives the worst changed template, and
+      every other attack gives the original template.
     - `value`: the metric with `template`
     - `num_queries`: the number of changed templates that were scored
     - `is_cut`: whether the limit `max_queries` ended the attack

@@ -360,7 +360,7 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
     """Whether a random mask keeps element i, for i below 2^32.
 
     `mask` points to three numbers: the low and the high 32 bits of the mask's key, and a bound. The mask keeps the
-    element if the element's hash by this key is at most the bound (`workers.merging.masks`).
+    element if the element's hash by this key is at most the bound (module `workers.merging.masks`).
     """
     drawn = element_hash(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32))
     return drawn <= tl.load(mask + 2).to(tl.uint32)
@@ -370,8 +370,8 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 def _marked(i, factor):  # type: ignore[no-untyped-def]
     """The tie-breaking mark of element i, a number that orders elements of equal magnitude; i is below 2^32.
 
-    The mark is a hash of i, multiplied modulo 2^32 by an odd number that differs between tensors (`TieOrder.factor`).
-    `factor` points to this number.
+    The mark is a hash of i, multiplied modulo 2^32 by an odd number that differs between tensors (property
+    `TieOrder.factor`). `factor` points to this number.
     """
     zero = tl.cast(0, tl.uint32)
     return element_hash(i, zero, zero) * tl.load(factor).to(tl.uint32)
@@ -379,7 +379,7 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (module `workers.merging.masks`).
 
     k0 and k1 are the low and the high 32 bits of the mask's key. For i from 2^32 on, the caller adds i / 2^32, rounded
     down, to k1.

@@ -274,7 +274,7 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
     """Whether a random mask keeps element i, for i below 2^32.
 
     The mask keeps the element if the element's hash is at most `bound`. k0 and k1 are the low and the high 32 bits of
-    the mask's key, from which the hash is computed (`workers.merging.masks`).
+    the mask's key, from which the hash is computed (module `workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
@@ -283,8 +283,8 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
 def marked(i: Any, factor: Any) -> Any:
     """The tie-breaking mark of element i, a number that orders elements of equal magnitude; i is below 2^32.
 
-    The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors
-    (`TieOrder.factor`). Only the factor depends on the tensor, so compiled code computes the hash of i once for the
+    The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (property
+    `TieOrder.factor`). Only the factor depends on the tensor, so compiled code computes the hash of i once for the
     tensors of all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
@@ -304,7 +304,7 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (module `workers.merging.masks`).
 
     i is below 2^32. k0 and k1 are the low and the high 32 bits of the mask's key.
     """

@@ -115,8 +115,8 @@ class _Spread(NamedTuple):
 
     The lower bound is the variance `low` with the tie-breaking mark `low_mark`; the upper bound is `high` with
     `high_mark`. A mark is a number that orders elements of equal variance, and `factor` is the number from which the
-    elements' marks are computed. `by` says how an element is compared with the threshold: by variance and mark
-    (`ByMark`), or by variance alone (`ByMagnitude`).
+    elements' marks are computed. `by` says how an element is compared with the threshold: by variance and mark (class
+    `ByMark`), or by variance alone (class `ByMagnitude`).
     """
 
     by: Any

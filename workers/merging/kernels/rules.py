@@ -64,7 +64,7 @@ class Whole(NamedTuple):
 class ByMark(NamedTuple):
     """Comparison of elements with a threshold by magnitude and, for equal magnitudes, by a tie-breaking hash ("mark").
 
-    Kernels compare elements in this way if many elements have the magnitude of the threshold.
+    Kernels compare elements in this way if many elements have the magnitude of the threshold. The module
     `workers.merging.order_statistics` defines marks.
     """
 
@@ -88,13 +88,13 @@ class Trimmed(NamedTuple):
     """Sparsification that keeps the elements of each task vector whose magnitudes reach a threshold.
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. A threshold is a
-    magnitude with a tie-breaking mark, a number that orders elements of equal magnitude (`order_statistics.Threshold`).
-    Each threshold is known by a lower and an upper bound. If the bounds are equal, they are the threshold. Otherwise
-    the threshold is the magnitude and mark of one of the elements strictly between the bounds. All fields except `by`
-    have a number for each source:
+    magnitude with a tie-breaking mark, a number that orders elements of equal magnitude (class
+    `order_statistics.Threshold`). Each threshold is known by a lower and an upper bound. If the bounds are equal, they
+    are the threshold. Otherwise the threshold is the magnitude and mark of one of the elements strictly between the
+    bounds. All fields except `by` have a number for each source:
 
-    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
-      (`ByMagnitude`)
+    - `by`: how elements are compared with the threshold, by magnitude and mark (class `ByMark`) or by magnitude alone
+      (class `ByMagnitude`)
     - `lows`, `low_marks`: the magnitude and mark of the lower bound
     - `highs`, `high_marks`: the magnitude and mark of the upper bound
     - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
@@ -120,8 +120,8 @@ class Between(NamedTuple):
     The exact threshold may be unknown. The rule then has two bounds, and the threshold is the magnitude and mark of one
     of the elements strictly between the bounds. If the two bounds are equal, they are the threshold.
 
-    - `by`: how elements are compared with the lower threshold: by magnitude and mark (`ByMark`) or by magnitude alone
-      (`ByMagnitude`)
+    - `by`: how elements are compared with the lower threshold: by magnitude and mark (class `ByMark`) or by magnitude
+      alone (class `ByMagnitude`)
     - `lows`, `low_marks`: for each source, the magnitude and mark of the threshold's lower bound
     - `highs`, `high_marks`: for each source, the magnitude and mark of the threshold's upper bound
     - `ranks`: for each source, the place of the threshold's element among the elements between the bounds, in ascending
@@ -148,8 +148,8 @@ class Dropped(NamedTuple):
     """Sparsification that keeps random elements of each task vector, and multiplies them by a factor (DARE).
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. All fields have
-    a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
-    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`.
+    a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks (module
+    `workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`.
     `scales` has the factors.
     """
 
@@ -167,7 +167,7 @@ class Sampled(NamedTuple):
     - `ranks`: the rank of each magnitude in its row, where the smallest magnitude has rank 0
     - `starts`, `origins`, `steps`: three numbers that give the probability of keeping an element from its rank: start +
       |rank - origin| step, in float64
-    - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (`workers.merging.masks`)
+    - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (module `workers.merging.masks`)
     - `scales`: the factor of kept elements
     - `is_divided`: whether kept elements are also divided by their probability (1) or not (0)
     """
@@ -319,9 +319,9 @@ class Variable(NamedTuple):
     zero, the result is the base.
 
     The threshold consists of the variance `threshold` and the tie-breaking mark `mark`. A mark is a number that orders
-    elements of equal variance (`workers.merging.order_statistics`); the marks of elements are computed from `factor`.
-    `by` says whether elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone
-    (`ByMagnitude`).
+    elements of equal variance (module `workers.merging.order_statistics`); the marks of elements are computed from
+    `factor`. `by` says whether elements are compared with the threshold by variance and mark (class `ByMark`), or by
+    variance alone (class `ByMagnitude`).
     """
 
     by: Comparison
@@ -374,8 +374,8 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
     Marks are hashes that order elements of equal magnitude. A rule has one or two thresholds for each source, a lower
     and an upper one for example. Each argument is for one kind of threshold, and contains one `Trim` per source. The
-    result contains one comparison per argument. If at least one `Trim` is tied (`Trim.is_tied`), all comparisons use
-    magnitudes and marks (`ByMark`). Otherwise all comparisons use magnitudes alone (`ByMagnitude`).
+    result contains one comparison per argument. If at least one `Trim` is tied (field `Trim.is_tied`), all comparisons
+    use magnitudes and marks (class `ByMark`). Otherwise all comparisons use magnitudes alone (class `ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):

@@ -1,7 +1,7 @@
 """Exact magnitude thresholds, which decide whether a merge method keeps an element.
 
 A table of magnitudes gives two bounds of a threshold, and only a few elements are between them. A merge kernel collects
-these elements (`undecided`); then the exact threshold is found among them (`decided`).
+these elements (function `undecided`); then the exact threshold is found among them (function `decided`).
 """
 
 from __future__ import annotations

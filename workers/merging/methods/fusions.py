@@ -50,7 +50,7 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
     importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. Q1 and Q3 are the quartiles over the
     whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is the
-    precomputed result of `importance_of` for the two tensors; None computes it.
+    precomputed result of the function `importance_of` for the two tensors; None computes it.
     """
     first, second = tensors
     delta = second - first

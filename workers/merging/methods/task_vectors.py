@@ -215,8 +215,8 @@ def m3_ties(
 
     The paper merges two models with weights w and 1 - w. With more models, the weights of the models that keep an
     element are divided by their sum. Where this sum is zero, the result is the base. Therefore the result is not
-    continuous where the weights of all models that keep an element go to zero; the result of `m3_ties_majority` is
-    continuous.
+    continuous where the weights of all models that keep an element go to zero; the result of the function
+    `m3_ties_majority` is continuous.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -250,7 +250,7 @@ def m3_ties_majority(
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
     models that do not keep an element are divided equally among the models that keep it. For two models the result
     equals the result of the authors' code. The result is continuous in the weights, and for equal weights it is the
-    result of `ties_majority`.
+    result of the function `ties_majority`.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -335,9 +335,9 @@ def dare_linear_l1(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
     plus sum_t lambda_t m_t tau_t, with tau_t the task vector of model t. m_t is a random mask that keeps the share
     density_t of the elements. `lambdas`, `densities` and `keys` (the masks' keys) have a value for each model. Unlike
-    in `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements are scaled
-    to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of magnitudes of
-    its task vector; None computes the sums.
+    in the method `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements
+    are scaled to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of
+    magnitudes of its task vector; None computes the sums.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -411,7 +411,7 @@ def m3_dare(
     lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task vector of model t. m_t is a
     random mask that keeps the share density_t of the elements of tau_t. `weights`, `densities` and `keys` (the masks'
     keys) have a value for each model. The weights w_t are divided by their sum, so that direction and magnitude are set
-    separately. The method is `dare_linear` with lambda_t = lambda w_t.
+    separately. The method equals the method `dare_linear` with lambda_t = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 

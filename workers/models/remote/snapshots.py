@@ -62,8 +62,8 @@ class SnapshotRecord:
     - `small_files`: the names of the files other than weights
     - `sizes`, `hashes`: the size in bytes, and the sha256 (hex) that the hub or object store states, of each file of
       weights
-    - `is_outline`: whether only the model's configuration is known (`workers.engines.transformers.outlines`), so that
-      the weights cannot be downloaded
+    - `is_outline`: whether only the model's configuration is known (module `workers.engines.transformers.outlines`), so
+      that the weights cannot be downloaded
     """
 
     name: str

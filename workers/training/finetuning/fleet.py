@@ -84,7 +84,7 @@ class Pipeline:
     parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """Directories for training the experts (models to be merged), by the expert's name (alias).
+        """Directories for training the experts (models to be merged), keyed by the expert's name (alias).
 
         The directory of a single expert is `out`; each of several experts has a separate directory below `out`.
         """

@@ -216,7 +216,7 @@ class _TaskSamples:
 
     `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
     samples: the first position, and the position after the last. Losses are divided by `unit`, the mean size of an
-    answer in the task (`References.unit`), so that losses on different tasks are comparable.
+    answer in the task (method `References.unit`), so that losses on different tasks are comparable.
     """
 
     task: TaskSpec

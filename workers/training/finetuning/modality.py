@@ -1,8 +1,8 @@
 """TrainingModality: interface for fine-tuning the models of one modality, such as text models or image classifiers.
 
 An implementation provides training data, the model with its loss, and evaluation. The trainer, optimizers, checkpoints
-and history are the same for all modalities. The declaration of a modality (`workers.models.modalities`) names its
-implementation.
+and history are the same for all modalities. The declaration of a modality (package `workers.models.modalities`) names
+its implementation.
 """
 
 from __future__ import annotations

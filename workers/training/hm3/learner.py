@@ -437,7 +437,7 @@ class Learner(BaseLearner):
 def action_in(content: bytes) -> Action:
     """The kind of action that a saved policy draws for each step (next layer) of a layer path.
 
-    `content` is the policy's saved state (`BaseLearner.to_bytes`).
+    `content` is the policy's saved state (method `BaseLearner.to_bytes`).
     """
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 

@@ -58,7 +58,7 @@ class Draw:
     def factor(self) -> float:
         """Factor on the random task vectors in the offset added to parameters: field `num_models` * field `alpha` - 1.
 
-        The offset simulates a merge. The factor is (K alpha - 1) in the paper's algorithm 1.
+        The offset simulates a merge. The factor is (K alpha - 1) in algorithm 1 of the MergOPT paper.
         """
         return self.num_models * self.alpha - 1
 

@@ -53,9 +53,9 @@ def free_gpu_bytes(
     An engine that was just killed may still hold GPU memory. Therefore the function checks every `poll_s` seconds
     whether the share MOSTLY_FREE of the memory is free. The function waits for at most `wait_s` seconds, or for at most
     `leaving_wait_s` seconds while processes of a killed engine still run. On several GPUs, a process of a killed engine
-    ends only when it has computed its current merge. `leaving` returns descriptions of these processes
-    (`engine_leftovers` by default). A log message says what the function waits for. Raises EngineUnavailable if the
-    memory cannot be read.
+    ends only when it has computed its current merge. `leaving` returns descriptions of these processes (by default the
+    function `engine_leftovers`). A log message says what the function waits for. Raises EngineUnavailable if the memory
+    cannot be read.
     """
     started, noted = time.monotonic(), ""
     while True:

@@ -88,8 +88,8 @@ def factors(stored: Operands) -> Words:
     """Numbers for computing tie-breaking marks in kernels, one for each source.
 
     Marks are hashes that order elements of equal magnitude, and so break ties at a threshold. The mark of an element is
-    a hash of its index, times the source's factor (`TieOrder.factor`), modulo 2^32. `stored` are the operands of the
-    merge, whose field `orders` has the rule for each source.
+    a hash of its index, times the source's factor (property `TieOrder.factor`), modulo 2^32. `stored` are the operands
+    of the merge, whose field `orders` has the rule for each source.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)
