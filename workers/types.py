@@ -301,7 +301,7 @@ class Evidence:
       part of the merge that was not computed on the engine's device, the tensors that every rank merged completely
       instead of only its share, and, if tasks have their own code, the sandbox of this code
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
-      the samples count as checked once the engine has passed another canary
+      the samples are regarded as checked once the engine has passed another canary
     """
 
     recipe_digest: str

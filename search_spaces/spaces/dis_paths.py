@@ -70,7 +70,7 @@ class DisPaths:
     - `repeats`: the number of times that a block may use the same layer
     - `retains`: whether a block that uses no candidate has the base's layers; otherwise it has no layers
     - `has_scales`: whether a block has a scale, a number within `scale_range`. The scale multiplies the residual stream
-      or the MLP's output (`scale_of`) at the block's last layer.
+      or the MLP's output (field `scale_of`) at the block's last layer.
     - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
     - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
       are near one source

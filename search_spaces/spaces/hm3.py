@@ -80,7 +80,7 @@ class MergedOptions(Section):
     def merge(self, weights: Mapping[str, float]) -> Merge:
         """The merge of a layer from several experts, by the method that these options choose.
 
-        `weights` has the weight of each expert by its alias (name in the study file); the weights sum to one.
+        `weights` has the weight of each expert, keyed by its alias (name in the study file); the weights sum to one.
         PCB-Merging and consensus merging have no weights: experts with a weight of 0 are left out, and all others are
         merged equally.
         """

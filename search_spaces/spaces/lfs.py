@@ -403,9 +403,9 @@ class LfsSpace:
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
         """Find the model or pair of models from which the method `method` can make every merge in `merges`.
 
-        `merges` has the merges of the layer group (adjacent layers) `group`, by component group, such as attention. The
-        result is the first choice of sources for which the method has parameter values that give each merge, or None if
-        there is no such choice.
+        `merges` has the merges of the layer group (adjacent layers) `group`, keyed by component group, such as
+        attention. The result is the first choice of sources for which the method has parameter values that give each
+        merge, or None if there is no such choice.
         """
         return next(
             (

@@ -99,8 +99,8 @@ def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> 
     """Store the alignment of a pair of layers in the cache; return its digest, which is its name in recipes.
 
     An alignment is a map of the residual stream between the two layers. The function `find_alignment` finds the
-    alignment again by equal `inputs` and `pair`. `content` is the result of `FittedAlignment.to_bytes`. Raises OSError
-    if the cache cannot be written.
+    alignment again by equal `inputs` and `pair`. `content` is the result of the method `FittedAlignment.to_bytes`.
+    Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

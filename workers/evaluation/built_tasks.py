@@ -58,7 +58,7 @@ class Subtask:
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
         the delimiter. With a chat template, the result is usually "". The exception is a task that itself begins the
-        answer with a text (`prefix`) that does not end in white space: the result is then the delimiter.
+        answer with a text (field `prefix`) that does not end in white space: the result is then the delimiter.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""

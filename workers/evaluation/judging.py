@@ -77,7 +77,7 @@ def prompt_digest(prompt: str) -> str:
 def preference_of(answer: str, *, is_swapped: bool) -> float | None:
     """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if it is worse, 0.5 for a tie.
 
-    `answer` is the text of the judge, a language model that compares two answers; the last verdict in the text counts.
+    `answer` is the text of the judge, a language model that compares two answers; the last verdict in the text is used.
     `is_swapped` says whether the completion was the second of the two answers. The result is None for a text without a
     verdict.
     """

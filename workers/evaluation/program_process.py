@@ -36,7 +36,7 @@ def start_message(
     - `program`: the program to execute
     - `token`: the bytes that the process writes if the program runs to its end
     - `user`: the number of the user to switch to, or None
-    - `limits`: resource limits, by `resource.RLIMIT_*`
+    - `limits`: resource limits, keyed by the constants `resource.RLIMIT_*`
     - `is_filtered`: whether system calls are filtered
     """
     return marshal.dumps((program, token, user, dict(limits), is_filtered))

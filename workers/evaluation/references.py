@@ -68,7 +68,7 @@ class Target:
 
 
 class References:
-    """The tokenized right answers of tasks' samples, for computing losses (`Target`).
+    """The tokenized right answers of tasks' samples, for computing losses (class `Target`).
 
     `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
@@ -92,8 +92,8 @@ class References:
     def unit(self, spec: TaskSpec) -> float:
         """Divisor that makes losses on the task `spec` comparable with losses on other tasks.
 
-        The number is the mean size of the task's samples (`Target.size`). After the division, losses on completions are
-        in nats per token of an answer. Losses on a multiple choice are 1 at chance level.
+        The number is the mean size of the task's samples (property `Target.size`). After the division, losses on
+        completions are in nats per token of an answer. Losses on a multiple choice are 1 at chance level.
         """
         known = self._units.get(spec.digest)
         if known is None:

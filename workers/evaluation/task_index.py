@@ -51,8 +51,8 @@ _given: dict[str, Any] = {}
 class IndexNeeded(BaseException):
     """Raised if a task that is being loaded refers to another task by name, and the index of names is not loaded.
 
-    The caller must call `task_index`, and load the task again. The class does not derive from Exception, because
-    lm-eval skips files whose loading raises an Exception.
+    The caller must call the function `task_index`, and load the task again. The class does not derive from Exception,
+    because lm-eval skips files whose loading raises an Exception.
     """
 
 

@@ -41,7 +41,7 @@ class Recent:
         """The cached value of `key`, or the result of `make`, which is then cached.
 
         `num_bytes` returns the size of a value. Values that were used least recently are dropped until all values
-        together fit into the limit of the cache (`max_bytes`).
+        together fit into the limit of the cache (argument `max_bytes`).
         """
         with self._lock:
             if key in self._values:

@@ -524,7 +524,7 @@ def open_family(
 ) -> Family:
     """Locate, check and, if needed, download a base model and its experts, and return their short description.
 
-    The description can be sent to other processes. `base` and `experts` (by alias) are directories or hub ids.
+    The description can be sent to other processes. `base` and `experts` (keyed by alias) are directories or hub ids.
     `tokenizer` selects the vocabulary of merges. `cache` is the directory of the cache, or None for the default
     directory. `note` is called with lines about downloads. Raises InvalidModel with every problem of every model.
     """

@@ -32,7 +32,7 @@ class CompletionRequest:
     - `messages`: the messages of a chat, which the model's chat template turns into a prompt
     - `max_tokens`: the largest number of tokens of the completion; None for the number for which the model's context
       has room
-    - `stop`, `temperature`, `top_p`, `top_k`, `seed`: as in `workers.evaluation.prompts.Generation`
+    - `stop`, `temperature`, `top_p`, `top_k`, `seed`: as in the class `workers.evaluation.prompts.Generation`
     - `yields`: whether the completion ends with EngineBusy as soon as a search uses the replica
     """
 

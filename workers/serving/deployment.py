@@ -102,21 +102,21 @@ def deploy_scorer(
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
     A replica scores merges of `family`, a base model and its experts, with an engine that has the given `options`.
-    `name` is the name of the Serve application, by default the result of `app_name`; a running application of this name
-    is used unchanged, unless its replicas run on the CPU and the new ones on GPUs: then it is replaced. `replicas` is
-    the number of replicas. With `keep_idle_s`, studies share the application, and `replicas` is only the number of
-    replicas at first. Then the number of replicas follows the number of requests, up to `max_replicas` or, if this is
-    None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped, even the
-    last replica, and the next request starts replicas again. Serve sends at most `max_ongoing` requests to a replica at
-    the same time. `make_worker` replaces the engine in tests.
+    `name` is the name of the Serve application, by default the result of the function `app_name`; a running application
+    of this name is used unchanged, unless its replicas run on the CPU and the new ones on GPUs: then it is replaced.
+    `replicas` is the number of replicas. With `keep_idle_s`, studies share the application, and `replicas` is only the
+    number of replicas at first. Then the number of replicas follows the number of requests, up to `max_replicas` or, if
+    this is None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped,
+    even the last replica, and the next request starts replicas again. Serve sends at most `max_ongoing` requests to a
+    replica at the same time. `make_worker` replaces the engine in tests.
 
     Replicas get GPUs if the cluster has any, and otherwise run on the CPU if `gpus` allows it. If no node has enough
     GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (class `GpuNeed`).
 
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
-    minutes if a process does not answer, and 15 seconds if the work of a process is overdue (`time_limits`). Raises
-    EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
+    minutes if a process does not answer, and 15 seconds if the work of a process is overdue (module `time_limits`).
+    Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
     replica is ready after `start_timeout_s` seconds.
     """
     from ray import serve

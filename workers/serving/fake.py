@@ -377,8 +377,8 @@ def _shares(recipe: Recipe) -> dict[str, float]:
     """Mean coefficient of each model over all merges in a recipe, keyed by the model's fingerprint.
 
     A recipe has a merge for each component of each layer and for other tensors; the mean is over all of them. In SLERP
-    the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources counts as
-    1.
+    the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources has the
+    coefficient 1.
     """
     shares: dict[str, float] = {}
     merges = recipe.merges()

@@ -90,7 +90,7 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def size(self, target: TargetT) -> float:
-        """Divisor for the loss of one sample; a task's `TaskLosses.unit` is the mean divisor of its samples."""
+        """Divisor for the loss of one sample; the method `unit` returns the mean divisor of a task's samples."""
         ...
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:

@@ -60,7 +60,7 @@ class Reading:
 
 @dataclass(frozen=True)
 class Read:
-    """Log-probabilities that the engine returned for one planned prompt (`Reading`).
+    """Log-probabilities that the engine returned for one planned prompt (class `Reading`).
 
     Each log-probability is in a pair: (log-probability of a token, whether the token is the likeliest in its place).
     `rows` has the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs
@@ -158,7 +158,7 @@ class ReadingPlan:
 
 
 def _num_shared(tails: Sequence[Tokens]) -> int:
-    """Length of the longest common prefix of several token sequences (`tails`)."""
+    """Length of the longest common prefix of the token sequences in `tails`."""
     places = enumerate(zip(*tails, strict=False))
     return next((place for place, tokens in places if len(set(tokens)) > 1), min(map(len, tails)))
 

@@ -143,7 +143,7 @@ class CapabilityProbe:
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
     """Decide whether vLLM can run a model, and write the message about it for users.
 
-    `answer` is the result of `capabilities.describe` for the model, and `vllm` is the version of vLLM.
+    `answer` is the result of the function `capabilities.describe` for the model, and `vllm` is the version of vLLM.
     """
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"

@@ -78,8 +78,8 @@ def cut_both_ends(
 class CutRanks:
     """The ranks of the largest and the smallest magnitude that Model Breadcrumbs keeps in a task vector.
 
-    This method (`cut_both_ends`) drops the elements of largest and of smallest magnitude. Rank 1 is the largest
-    magnitude.
+    This method (function `cut_both_ends`) drops the elements of largest and of smallest magnitude. Rank 1 is the
+    largest magnitude.
     """
 
     largest: int

@@ -278,12 +278,13 @@ def m3_dare_ties(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A random mask keeps the
     share density_t of the elements of task vector t. The kept elements are divided by density_t, and the other elements
-    are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority` trims the task vectors, elects
-    signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a number whose sign
-    is elected where the trimmed task vectors sum to zero; None is the sign elected for most elements). k is a share of
-    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as by DARE
-    with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task vector
-    after the mask, from which trimming takes its threshold; None computes the threshold without a table.
+    are set to zero. `keys` has the mask's key for each model. Then the function `m3_ties_majority` trims the task
+    vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a
+    number whose sign is elected where the trimmed task vectors sum to zero; None is the sign elected for most
+    elements). k is a share of all elements, including the elements that DARE has set to zero. With equal weights the
+    result is the same as by DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the
+    magnitudes of its task vector after the mask, from which trimming takes its threshold; None computes the threshold
+    without a table.
     """
     taus = [
         trimmed(masked, k, order, known)

@@ -21,8 +21,8 @@ class Stack:
     """Parameter in transformers that stacks one matrix of each expert in an MoE layer.
 
     `parameter` is its name in transformers. `parts` has, for each expert of the mixture, the names of the stored
-    tensors that the parameter joins along the rows. If the parameter is stored as one tensor (`is_stored`), `parts` has
-    only the name of this tensor.
+    tensors that the parameter joins along the rows. If `is_stored` is True, the parameter is stored as one tensor, and
+    `parts` has only the name of this tensor.
     """
 
     parameter: str

@@ -71,8 +71,8 @@ MAX_TOKENS = 4096  # in one forward pass
 class Landscape:
     """Sums of two experts' losses for merges of the two, over a grid of the two coefficients.
 
-    The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector plus
-    `coefficients`[j] times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
+    `losses[i][j]` is for the merge that is the base plus `coefficients[i]` times the first expert's task vector plus
+    `coefficients[j]` times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
     tasks.
     """
 

@@ -190,8 +190,8 @@ class BaseLearner(ABC):
 
         The state contains a replay buffer, the episodes of earlier updates from which the value network also learns.
         `remembers` is False for a state that another search has saved; its buffer is then left out. Raises ValueError
-        if the saved networks have other shapes, or if the saved policy draws another kind of action (`Action`) than
-        this learner's policy. Raises TrainingFailed if the saved networks contain NaN or infinity.
+        if the saved networks have other shapes, or if the saved policy draws another kind of action (class `Action`)
+        than this learner's policy. Raises TrainingFailed if the saved networks contain NaN or infinity.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}

@@ -49,7 +49,7 @@ class Networks(nn.Module):
 
     A layer path is a sequence of layers of several models. `paths` has the models through which paths lead, and
     `options` has the sizes of the networks. `descriptors` [num_models, num_layers, num_statistics] are standardised
-    statistics of the layers' weights (`layer_descriptors`). If it is None, the statistics are 0.
+    statistics of the layers' weights (function `layer_descriptors`). If it is None, the statistics are 0.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:

@@ -311,7 +311,7 @@ class PolicyTraining:
 
         A layer path is the sequence of layers of a new model. `content` is the policy's checkpoint. `preference` has
         the weights of the objectives. The first path is the one that the policy prefers. In the other paths, each step
-        is drawn at random with the lowest probability of random steps in a search (`options.exploration`).
+        is drawn at random with the lowest probability of random steps in a search (option `exploration`).
         """
         learner = self._new(0)
         learner.restore(content)

@@ -60,8 +60,8 @@ def offset_in_layers(
 class _Note:
     """Record from which the backward pass recomputes a tensor with noise; autograd saves it instead of the tensor.
 
-    The tensor is a view of a parameter (`read`) to which noise is added. `size` and `stride` are the view's shape and
-    strides, and `place` is the offset of the view's first element in memory.
+    The tensor is a view of the parameter that `read` describes, with noise added to it. `size` and `stride` are the
+    view's shape and strides, and `place` is the offset of the view's first element in memory.
     """
 
     read: _Read
