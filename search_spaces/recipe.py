@@ -4,7 +4,7 @@ A search space decodes a configuration into a Recipe. Code that merges, scores, 
 recipes, not configurations. A recipe names its models by alias and by content fingerprint. A recipe's digest depends on
 the fingerprints only: the same merge has the same digest, independent of the aliases and directories of its models.
 
-`workers.models` decides which tensor belongs to which component.
+The package `workers.models` decides which tensor belongs to which component.
 """
 
 from __future__ import annotations

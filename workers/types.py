@@ -454,7 +454,7 @@ class Scorer(Protocol):
     """Interface for scoring recipes; the classes ServeScorer (Ray Serve replicas) and FakeScorer (tests) implement it.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
-    failure. The only side effect of `score` is that an engine holds another recipe.
+    failure. The only side effect of the method `score` is that an engine holds another recipe.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -464,7 +464,7 @@ class Scorer(Protocol):
             TrialFailed: The recipe's merge cannot be scored.
             EngineUnavailable: No replica works.
             EngineFault: A replica's engine failed a check.
-            EngineCrashed: An engine crashed, and the caller counts crashes (`crashes` of the request is not None).
+            EngineCrashed: An engine crashed, and the caller counts crashes (the request's field `crashes` is not None).
         """
         ...
 

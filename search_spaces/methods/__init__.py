@@ -1,9 +1,9 @@
 """Declarations of the merge methods that a recipe can name, without torch.
 
 A declaration states the sources and coefficients of a method, the ranges in which its coefficients are searched, the
-publication, and mergekit's counterpart. The computation is a plain function in `workers.merging.methods`, registered
-under the same name. `METHODS` has every `MergeMethod` that a module of this package assigns to a name, in the order of
-the modules' POSITION.
+publication, and mergekit's counterpart. The computation is a plain function in the package `workers.merging.methods`,
+registered under the same name. `METHODS` has every `MergeMethod` that a module of this package assigns to a name, in
+the order of the modules' POSITION.
 
 - `base`: the types of a declaration
 - `coefficients`: coefficients and constraints that several methods share

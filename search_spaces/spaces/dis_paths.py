@@ -7,8 +7,8 @@ and an order of all copies. The copies of a candidate are equal, so there are P 
 MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list of all orders. Otherwise the
 order is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th bit.
 
-Many configurations describe the same path. `DisPaths` stores one of these configurations: the path uses the first
-copies of each candidate, and the order is the first order that gives the path with these bits.
+Many configurations describe the same path. The class `DisPaths` stores one of these configurations: the path uses the
+first copies of each candidate, and the order is the first order that gives the path with these bits.
 """
 
 from __future__ import annotations

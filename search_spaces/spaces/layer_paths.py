@@ -110,7 +110,7 @@ class LayerPaths:
         return step % self.num_layers
 
     def layers_after(self, layer: int) -> range:
-        """The numbers of the layers, of any model, that may follow layer `layer` in a path, within `max_jump`."""
+        """The numbers of the layers, of any model, that may follow layer `layer` in a path by the field `max_jump`."""
         if self.max_jump is None:
             return range(self.num_layers)
         return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)

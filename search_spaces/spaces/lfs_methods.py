@@ -1,7 +1,7 @@
 """The merge methods published with LFS (layer-wise fusion): their parameters, and the conversion to a Merge and back.
 
-`lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods (package
-`search_spaces.methods`). Merges in this module have no layer; `lfs` adds the layer.
+The module `lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods (package
+`search_spaces.methods`). Merges in this module have no layer; the module `lfs` adds the layer.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ gets a Beta(alpha, k * alpha) share of the rest that earlier experts leave.
 Constants are from section 4.1, section 4.4 (DARE's drop rate of 0.2) and Table 3 (the share k that TIES keeps). A
 method without a scale, namely the average, has only shares. Random masks always have the same seed.
 
-`m3_ties_majority` with `trim: model` is TIES of the authors' code, and `m3_dare_ties` is the authors' combination of
-DARE and TIES (Table 7). `m3_ties` is this project's interpretation of appendix H; studies of earlier versions use it.
+The method `m3_ties_majority` with `trim: model` is TIES of the authors' code, and the method `m3_dare_ties` is the
+authors' combination of DARE and TIES (Table 7). The method `m3_ties` is this project's interpretation of appendix H;
+studies of earlier versions use it.
 """
 
 from __future__ import annotations

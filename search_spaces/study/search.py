@@ -332,7 +332,7 @@ class Search(Section):
 
     @property
     def num_proposals(self) -> int:
-        """Number of configurations that the searcher may propose: `max_trials`, or 0 if the study lists its merges."""
+        """Number of configurations to propose at most: the field `max_trials`, or 0 if the study lists its merges."""
         return 0 if self.recipes else self.max_trials
 
     def num_scored(self, num_samples: int) -> int:

@@ -49,8 +49,8 @@ class AlignedParts:
         """Make the config.json of an export with alignments from `config`, the configuration without alignments.
 
         The result replaces the values of `architectures` and `model_type`, and adds the keys `auto_map` and
-        `alignments`. With `auto_map`, transformers loads the model class that applies alignments (maps of the residual
-        stream). The key `alignments` describes the alignments to this class.
+        `alignments`. By the key `auto_map`, transformers loads the model class that applies alignments (maps of the
+        residual stream). The key `alignments` describes the alignments to this class.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem

@@ -1,7 +1,8 @@
 """Sandbox by bubblewrap: a process runs in separate namespaces, without other files, processes and networks.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
-users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` also apply.
+users create namespaces. Within the namespaces, the filter of system calls and the limits of the module `confinement`
+also apply.
 
 Source: bwrap(1).
 """

@@ -67,7 +67,7 @@ class Subtask:
 
 @dataclass(frozen=True)
 class Document:
-    """One sample of a task, in lm-eval's terms: its requests (`Instance` objects, in order), and its right answers.
+    """One sample of a task, in lm-eval's terms: its requests (objects `Instance`, in order), and its right answers.
 
     The function `right` finds the right answers when it is called.
     """
@@ -127,7 +127,7 @@ class TaskCode(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop the pending computations: those that `begin` has begun and whose value `values` has not returned yet.
+        """Drop the computations that the method `begin` has begun and whose values were not returned yet.
 
         The results are no longer needed, for example because the scoring of another sample has failed.
         """

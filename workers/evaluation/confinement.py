@@ -46,7 +46,7 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class Confinement(ABC):
-    """Interface of a sandbox for one process (`Bubblewrap`, `Landlock`), with the files and resources it may use.
+    """Interface of the sandboxes (classes `Bubblewrap` and `Landlock`): the files and resources of one process.
 
     - `readable`, `writable`: absolute paths of files, and of directories with everything below them
     - `listable`: directories in which the process can list the names of files, but not read the files; with bubblewrap,
@@ -68,7 +68,7 @@ class Confinement(ABC):
         """Return the command line and the environment with which to start a process in the sandbox.
 
         `command` is the command line of the process itself, and `environment` is its environment. The process must call
-        `apply` before it runs untrusted code.
+        the method `apply` before it runs untrusted code.
         """
         ...
 

@@ -2,7 +2,7 @@
 
 The description of a task in a study file has these keys:
 
-- `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
+- `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that the module `data_sets` finds
 - `split`, `config`: the split of a data set and, if the data set has several configurations, the configuration
 - `head`: the alias of the model whose classification head scores the task
 - `classes`: names of the classes in the order of the head's outputs; without this key, classes are matched to outputs

@@ -98,8 +98,8 @@ class _Asked:
     """A sample with its requests to the backend and the answers received so far.
 
     `position` is the sample's place in the scoring order of `task`. `answers[i]` is the answer to the i-th request, or
-    None until it arrives. The answer to a request to generate is a `Completion`. The answer to a request to score is
-    the pair (log-likelihood, whether greedy decoding gives the text).
+    None until it arrives. The answer to a request to generate is an object of the class `Completion`. The answer to a
+    request to score is the pair (log-likelihood, whether greedy decoding gives the text).
     """
 
     def __init__(self, task: BuiltTask, position: int, requests: tuple[_Request, ...]) -> None:
@@ -285,12 +285,12 @@ class TaskEvaluator:
     """Evaluator that scores samples of tasks on one backend (engine), and keeps tokenized tasks for later calls.
 
     `backend` may be None if nothing is scored. `prompts` has the tokenizer, and the options by which texts become
-    prompts. `metrics` computes the metrics of samples. By default they are computed in this process; then `score` must
-    be called in the main thread. The metric of a task with its own code is always computed by the sandboxed process of
-    this task.
+    prompts. `metrics` computes the metrics of samples. By default they are computed in this process; then the method
+    `score` must be called in the main thread. The metric of a task with its own code is always computed by the
+    sandboxed process of this task.
 
     The most recently used tokenized tasks are kept, up to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call
-    of `score` are always kept.
+    of the method `score` are always kept.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
@@ -306,9 +306,10 @@ class TaskEvaluator:
         return other
 
     def describe(self, spec: TaskSpec) -> TaskInfo:
-        """Build the task `spec`, and return facts about it, including how many prompts were cut to `max_model_len`.
+        """Build the task `spec`, and return facts about it, such as the number of prompts that are cut.
 
-        Raises InvalidTask if the task cannot be built.
+        A prompt is cut if it is longer than the option `max_model_len` allows. Raises InvalidTask if the task cannot be
+        built.
         """
         prepared = self._prepare(spec)
         self._forget_all_but({spec.digest})

@@ -84,7 +84,8 @@ class Prepared:
 class LoadedTasks(dict[str, Any]):
     """Dict of lm-eval's task objects, keyed by name.
 
-    If the study names a group of tasks, `categories` maps the name of each group within it to the names of its tasks.
+    If the study names a group of tasks, the attribute `categories` maps the name of each group within it to the names
+    of its tasks.
     """
 
     def __init__(self, tasks: Mapping[str, Any]) -> None:
@@ -169,7 +170,7 @@ def content_hash(file: str | Path) -> str:
 
 
 def _quieten() -> None:
-    """Silence lm-eval's warnings about default settings, and the progress bars of lm-eval and `datasets`."""
+    """Silence lm-eval's warnings about default settings, and progress bars of lm-eval and the package `datasets`."""
     import lm_eval.api.task
     from datasets import disable_progress_bars
 

@@ -2,8 +2,8 @@
 
 An item is the question of a sample, with its options and right answers, without few-shot examples. The rule follows the
 analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
-lower case, without punctuation. An n-gram that occurs in more than 10 items is not counted, because it counts as text
-of the prompt template.
+lower case, without punctuation. An n-gram that occurs in more than 10 items is not counted, because it is regarded as
+text of the prompt template.
 """
 
 from __future__ import annotations

@@ -152,8 +152,8 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
     """The similarity, from 0 to 1, of the line of code `answer` and the most similar of the `references`.
 
-    This is the metric of CodeXGLUE for the data set py150: the similarity of `difflib.SequenceMatcher`, rounded to
-    0.01, after the data set's placeholders for literals are replaced.
+    This is the metric of CodeXGLUE for the data set py150: the similarity by the class `difflib.SequenceMatcher`,
+    rounded to 0.01, after the data set's placeholders for literals are replaced.
     """
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100

@@ -162,7 +162,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
 
 
 def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
-    """A key for a data set: a text that is equal for equal arguments of `datasets.load_dataset`.
+    """A key for a data set: a text that is equal for equal arguments of the function `datasets.load_dataset`.
 
     `path`, `name` and `options` are the arguments: the data set, its configuration, and the keyword arguments.
     """
@@ -258,7 +258,7 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files outside a study's file access.
+    """Make a wrapper of lm-eval's function `_make_loader` that refuses YAML files outside a study's file access.
 
     lm-eval calls `_make_loader(directory)` for every YAML file, with the file's directory. The wrapper raises
     InvalidTask if `access` does not allow the directory. The files of shipped tasks are allowed.
@@ -295,7 +295,7 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """Make a wrapper of `datasets.load_dataset` that refuses data files outside a study's file access.
+    """Make a wrapper of the function `datasets.load_dataset` that refuses data files outside a study's file access.
 
     The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
     allowed. A call that names a file format such as "json" but no files is always refused, because the package
@@ -330,7 +330,7 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
 
 def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
-    """The directories on this machine that a call of `datasets.load_dataset` would read or write.
+    """The directories on this machine that a call of the function `datasets.load_dataset` would read or write.
 
     `path` and `options` are the arguments of the call. `is_format` says whether `path` names a file format such as
     "json". Raises InvalidTask if a directory is given by an address, such as a URL.
@@ -347,8 +347,9 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files outside a study's file access.
 
-    `datasets` calls `resolve_pattern(pattern, base_path)` for all data files, whether `dataset_kwargs` names them or
-    the README.md of a data set. The wrapper raises InvalidTask for a file that `access` does not allow.
+    The package `datasets` calls `resolve_pattern(pattern, base_path)` for all data files, whether the task's key
+    `dataset_kwargs` names them or the README.md of a data set. The wrapper raises InvalidTask for a file that `access`
+    does not allow.
     """
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:

@@ -227,7 +227,7 @@ class _Server:
         - `predictions`: for each reference, the completions
         - `references`: the tests, as Python code that is appended to a completion
         - `k`: the values of k for which pass@k is computed
-        - `timeout`: the processor time of a program, in seconds (default `execution.CPU_S`)
+        - `timeout`: the processor time of a program, in seconds (by default the constant `execution.CPU_S`)
 
         Returns the mean of pass@k over the references, keyed by name, and for each reference the outcomes of its
         programs. An outcome is None for a program that ran to its end, else a reason.
@@ -257,7 +257,7 @@ def _prepare_signals() -> None:
 
 
 def _loaded(splits: Mapping[str | None, int]) -> Any:
-    """Map Arrow streams into memory as the data set that `datasets.load_dataset` would return.
+    """Map Arrow streams into memory as the data set that the function `datasets.load_dataset` would return.
 
     `splits` has the file descriptor of each split's stream; the split is None for data without splits.
     """

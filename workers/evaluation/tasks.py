@@ -1,8 +1,8 @@
 """Building and checking the task of a TaskSpec: in this process, or in a confined process if the task runs code.
 
 A task is a name registered with lm-eval, an lm-eval YAML file, or an inline JSONL file. Metrics, filters and prompts
-are lm-eval's. Models and tokenizers are not needed: `check_task` runs without an engine, and for inline tasks even
-without lm-eval.
+are lm-eval's. Models and tokenizers are not needed: the function `check_task` runs without an engine, and for inline
+tasks even without lm-eval.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Export of a recipe's merged model as a Hugging Face checkpoint.
 
 The exported tensors equal, bit for bit, the tensors of the engine that scored the merge, with two exceptions. The first
-exception is tensors that LoRA adapters change, if the engine was on a GPU (`model_card.ADAPTED`). The second exception
-is merges by methods whose bits depend on the device (`model_card.BY_DEVICE`).
+exception is tensors that LoRA adapters change, if the engine was on a GPU (constant `model_card.ADAPTED`). The second
+exception is merges by methods whose bits depend on the device (constant `model_card.BY_DEVICE`).
 
 The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
 together with the checksums of the finished files. An export that was killed continues from these files.

@@ -256,9 +256,9 @@ class _Computation:
 
     `sources` and `base` are names of source tensors as (model's alias, tensor's name); `base` is None if the method
     needs no base. `keys` are the keys of random masks, one per source; None if the method draws no masks. The fields
-    from `cosine` to `variances` are statistics of the sources, as in `Operands`; a statistic that the method does not
-    use is None. If `keeps_equal` is True, elements of equal magnitude have the same rank, as in recipes of format 1.
-    `compiles` says whether a compiled kernel may compute the tensor.
+    from `cosine` to `variances` are statistics of the sources, as in the class `Operands`; a statistic that the method
+    does not use is None. If `keeps_equal` is True, elements of equal magnitude have the same rank, as in recipes of
+    format 1. `compiles` says whether a compiled kernel may compute the tensor.
     """
 
     tensor: MergedTensor

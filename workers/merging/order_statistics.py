@@ -1,14 +1,14 @@
 """Order statistics of a task vector's magnitudes, found with a small table that leaves only a few candidates.
 
 Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
-element's index (`workers.merging.masks`, with the key 0) times an odd factor that differs between sources, modulo 2^32.
-Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements, and no
-position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at a
-threshold.
+element's index (module `workers.merging.masks`, with the key 0) times an odd factor that differs between sources,
+modulo 2^32. Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements,
+and no position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at
+a threshold.
 
 A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
 among the few elements that the table leaves undecided. A single merge needs only one or two ranks, and finds their
-elements by selection without a table (class `Selection`), which takes less time than sorting.
+elements by selection without a table (class `Selection`), which takes less time than sorting. The module
 `workers.merging.statistics` computes both.
 """
 

@@ -39,8 +39,8 @@ class Checkpoint:
     """A checkpoint on disk whose configuration and safetensors headers were read.
 
     If the checkpoint is an adapter, `base` is the model that it changes, and `tensors` are the base's tensors after the
-    change. `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not
-    be written to; stored tensors are mapped into memory and keep their dtype.
+    change. `files` are the checkpoint's own safetensors files, in order of name. Tensors that the method `read` returns
+    must not be written to; stored tensors are mapped into memory and keep their dtype.
     """
 
     directory: Path

@@ -1,7 +1,7 @@
 """Families of models (a base model and its experts) that are located, opened, checked and fingerprinted.
 
-`types.Family` is a small description of the same models, which is sent to other processes. These processes open the
-models with `open_sources`.
+The class `types.Family` is a small description of the same models, which is sent to other processes. These processes
+open the models with the function `open_sources`.
 """
 
 from __future__ import annotations

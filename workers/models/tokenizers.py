@@ -124,7 +124,7 @@ def _found(path: Path) -> tuple[Any, str]:
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
-    """Temporary directory from which transformers' AutoTokenizer loads the same tokenizer as `load_tokenizer`.
+    """Temporary directory from which AutoTokenizer loads the same tokenizer as the function `load_tokenizer`.
 
     The directory is for programs that load the tokenizer themselves. `tokenizer` is the result of the function
     `load_tokenizer` for `directory`; the files in the temporary directory name its class. Returns None if no temporary

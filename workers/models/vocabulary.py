@@ -85,7 +85,7 @@ class VocabularyOptions:
         `document` has these keys, all of which may be missing:
 
         - tokens: the sources of the embedding rows of single tokens, keyed by token; each is {"model", "token", "id",
-          "force"}, with the meaning of the fields of `TokenRow`
+          "force"}, with the meaning of the fields of the class `TokenRow`
         - multiple_of: the number of rows is rounded up to a multiple of this number
         - by_id: whether tokens that other models add to the base's vocabulary are in the order of their ids
 

@@ -49,7 +49,7 @@ __all__ = ["FakeScorer", "expected_value"]
 
 @dataclass
 class FakeScorer:
-    """Fake `workers.types.Scorer` for tests: it computes answers without models, and can delay and fail.
+    """Fake of the interface `workers.types.Scorer`, for tests without models; it can delay answers and fail.
 
     The object is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process.
     Every finished or failed call appends one JSON line: {call, recipe, spans (ranges of samples): [[objective, start,
@@ -59,16 +59,17 @@ class FakeScorer:
     - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample, and for each change of the recipe (swap)
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
-    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1; with a `log_file`,
-      the calls of all processes that share the file are counted
+    - `exits_at_call`: the call of the method `score` that ends the process without clean-up, counted from 1; with a
+      `log_file`, the calls of all processes that share the file are counted
     - `unavailable_calls`: the number of calls that raise EngineUnavailable before the first success
     - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, a signal, the end of the
       process, or a hang
-    - `garbles`: whether completions and their tokens are wrong although the values are right; `verify` detects this
+    - `garbles`: whether completions and their tokens are wrong although the values are right; the method `verify`
+      detects this
     - `fails_canary_at`: the swap at which the engine fails a canary (a comparison with transformers); the engine
       refuses all later calls
-    - `wrong_since`: the swap since which the engine gives wrong values, and `check` fails
-    - `skips_canaries`: the reason why `check` compares nothing; "" if it compares
+    - `wrong_since`: the swap since which the engine gives wrong values, and the method `check` fails
+    - `skips_canaries`: the reason why the method `check` compares nothing; "" if it compares
     - `replica`: the name of the replica in results; the default is a name for each process
     - `bank_fingerprint`: the fingerprint of the source weights in results
     - `seed`: the seed of the pseudorandom numbers from which values are computed

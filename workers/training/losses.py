@@ -17,7 +17,7 @@ IMPOSSIBLE = float("-inf")
 
 
 class ModelOfLogits(Protocol):
-    """Interface of a model that returns logits, from which losses are computed, such as `TrainableModel`."""
+    """Interface of a model that returns logits, from which losses are computed, such as the class `TrainableModel`."""
 
     @property
     def device(self) -> torch.device: ...

@@ -1,8 +1,9 @@
 """Interface of the losses of a modality's tasks, whose gradients give the derivatives for coefficients.
 
-`workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for all
-modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss of a
-sample. The modality's declaration names the class that implements this interface (package `workers.models.modalities`).
+The module `workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for
+all modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss
+of a sample. The modality's declaration names the class that implements this interface (package
+`workers.models.modalities`).
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
 
     `model` is a transformers model in float32. Random errors, as large as rounding errors, are added to the outputs of
     its modules, and the log-probabilities are computed again. A token's bound is a multiple of the root mean square of
-    the changes, but at most `MOST`, a constant of this module. The random errors are the same at every call.
+    the changes, but at most the constant `MOST` of this module. The random errors are the same at every call.
     """
     plain = torch.tensor(logprobs(model, tokens))
     squares = torch.zeros_like(plain)

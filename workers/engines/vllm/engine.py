@@ -233,8 +233,8 @@ class Engine:
     def bank_summary(self) -> dict[str, Any]:
         """Description of where the source models' weights (the bank) are kept, and of their size.
 
-        The description was made when a merge was last written into the engine. Its keys are those of
-        `bank.Bank.summary`, and "reason": why the weights are in GPU memory, host memory or files.
+        The description was made when a merge was last written into the engine. Its keys are the keys of the result of
+        the method `bank.Bank.summary`, and "reason": why the weights are in GPU memory, host memory or files.
         """
         return dict(self._state["bank"])
 
@@ -574,13 +574,13 @@ class Engine:
             raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=num_prompts)}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of `MergeExtension` in every process of the engine, and combine the results.
+        """Call a method of the class `MergeExtension` in every process of the engine, and combine the results.
 
-        `MergeExtension` is this project's extension of vLLM's worker class; `method` is the name of its method, and
-        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). For counts
-        of logit rows with NaN or infinity, the result is the maximum over the ranks. For counts of elements read, the
-        result is the sum. Different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe
-        digest or in the number of merges that were written into them.
+        The class is this project's extension of vLLM's worker class; `method` is the name of its method, and `args` and
+        `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). For counts of logit
+        rows with NaN or infinity, the result is the maximum over the ranks. For counts of elements read, the result is
+        the sum. Different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or
+        in the number of merges that were written into them.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

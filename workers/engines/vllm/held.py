@@ -1,7 +1,7 @@
 """Writing of merges over the weights of the model in vLLM's worker, in place.
 
-`HeldWeights` writes merges with the layers of the base model. `paths.held.HeldPath` writes layer paths, whose layers
-come in any order from a pool of layers.
+The class `HeldWeights` writes merges with the layers of the base model. The class `paths.held.HeldPath` writes layer
+paths, whose layers come in any order from a pool of layers.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Conversion of tensors and rules to arguments of compiled functions: flat NumPy arrays and NumPy numbers.
 
 NumPy has no bfloat16, and Numba has no arithmetic with float16 on CPU. Tensors of these dtypes are represented by
-arrays of 16-bit words: bfloat16 by uint16, float16 by int16. `elements.value` and `elements.rounded` convert the words.
+arrays of 16-bit words: bfloat16 by uint16, float16 by int16. The functions `elements.value` and `elements.rounded`
+convert the words.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Fused merge kernels for CPU: one pass over the operands, no temporaries, bit-identical to the PyTorch methods.
 
-There is one pass, `_merge`, which Numba compiles for every rule (module `rules`), number of sources and dtype. The
-rule's type selects its formula (module `formulas`), the elements that it keeps (module `sparsity`) and the elements
-that it leaves undecided (module `thresholds`). Elements do not depend on each other, so the number of threads changes
-no bit.
+There is one pass, the function `_merge`, which Numba compiles for every rule (module `rules`), number of sources and
+dtype. The rule's type selects its formula (module `formulas`), the elements that it keeps (module `sparsity`) and the
+elements that it leaves undecided (module `thresholds`). Elements do not depend on each other, so the number of threads
+changes no bit.
 """
 
 from __future__ import annotations

@@ -35,7 +35,7 @@ def merge(
 ) -> None:
     """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    A rule is the formula of a merge with its numbers, as plain data; the merge must be by a method in
+    A rule is the formula of a merge with its numbers, as plain data; the merge must be by a method in the constant
     `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it.
     All tensors are contiguous and have fewer than 2^32 elements.
 

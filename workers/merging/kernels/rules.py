@@ -334,11 +334,11 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule for a merge kernel of SCE as in mergekit: a weighted mean of task vectors at the most variable elements.
 
-    The rule differs from `Variable` at sums of zero and for small weights. The rule is computed for each element. If
-    the variance of the element between the task vectors is below a threshold, the result is the base. Otherwise the
-    result is the base plus the mean, with the weights `weights`, of the task vectors that have the elected sign. The
-    elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The divisor of the mean
-    is the sum of the weights of the task vectors that have the elected sign, but at least `least`.
+    The rule differs from the rule `Variable` at sums of zero and for small weights. The rule is computed for each
+    element. If the variance of the element between the task vectors is below a threshold, the result is the base.
+    Otherwise the result is the base plus the mean, with the weights `weights`, of the task vectors that have the
+    elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The
+    divisor of the mean is the sum of the weights of the task vectors that have the elected sign, but at least `least`.
 
     The threshold consists of the variance `threshold` and `mark`, a number that orders elements of equal variance; the
     marks of elements are computed from `factor`. `by` says whether elements are compared with the threshold by variance
@@ -387,8 +387,8 @@ def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words
     """Split the bounds of several sources' thresholds into the fields of a kernel rule, one tuple for each field.
 
     `trims` has, for each source, a lower and an upper bound of its threshold. The result contains the values of the
-    fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of `Trimmed`, in this order. Each value is a tuple
-    with one number for each source.
+    fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of the class `Trimmed`, in this order. Each value is a
+    tuple with one number for each source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

@@ -68,8 +68,8 @@ def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: 
 
     The thresholds are `low` and `high`, each (magnitude, mark). Marks order elements of equal magnitude: the mark of
     element i is a hash of i times `factor`. `size` is the element's magnitude. `by` says how the element is compared
-    with the thresholds. `ByMark` compares magnitude and mark. `ByMagnitude` compares the magnitude alone; an element
-    for which this is not sufficient counts as between. Callable only in compiled code.
+    with the thresholds. The class `ByMark` compares magnitude and mark. The class `ByMagnitude` compares the magnitude
+    alone; an element for which this is not sufficient counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

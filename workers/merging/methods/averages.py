@@ -128,9 +128,10 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
     """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
-    whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in `slerp`, the interpolation is
-    spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of nearly equal
-    tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding errors.
+    whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in the method `slerp`, the
+    interpolation is spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of
+    nearly equal tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding
+    errors.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))

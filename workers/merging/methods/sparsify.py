@@ -1,7 +1,8 @@
 """Sparsification of task vectors: by magnitude (TIES, Model Breadcrumbs) and at random (DARE, DELLA).
 
 DELLA keeps larger elements with higher probability. Each function returns the sparse task vector and may modify its
-argument. `workers.merging.masks` makes the random masks; the key of a mask is made from seed, model and tensor name.
+argument. The module `workers.merging.masks` makes the random masks; the key of a mask is made from seed, model and
+tensor name.
 """
 
 from __future__ import annotations
@@ -92,7 +93,7 @@ class CutRanks:
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """Ranks of the largest and smallest magnitude that `cut_both_ends` keeps; None if it keeps all elements.
+    """Ranks of the largest and smallest magnitude kept by the function `cut_both_ends`; None if it keeps all elements.
 
     Rank 1 is the largest of `num_elements` magnitudes. The function `cut_both_ends` (Model Breadcrumbs) divides the
     elements in descending order of magnitude into three parts. The first part, the share `gamma` of all elements, is

@@ -71,9 +71,10 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is the same as in `multislerp`, because it does not depend on the sum of the weights. The length
-    of the result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small
-    number that is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
+    The mean direction is the same as in the method `multislerp`, because it does not depend on the sum of the weights.
+    The length of the result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a
+    small number that is added to norms. `products` are the precomputed inner products of the tensors; None computes
+    them.
     """
     if len(tensors) == 1:
         return tensors[0]

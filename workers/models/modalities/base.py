@@ -35,7 +35,8 @@ class Modality:
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
     - `pass_bytes`: the largest number of bytes of activations in a pass of gradients on the CPU; 0 is no limit
     - `layout`: a function that assigns each tensor to a layer and component. Arguments are the configuration with
-      common names and the tensors' names. Tensors of task heads are in `Layout.task_heads`, and are never merged.
+      common names and the tensors' names. Tensors of task heads are in the field `Layout.task_heads`, and are never
+      merged.
     - `canonical`: a function that returns the name of a stored tensor in the layout, from the configuration and the
       name in the file; None for a tensor that no task needs
     - `problems`: a function that yields reasons why a model cannot be used, from its settings, layout and tensors

@@ -64,7 +64,7 @@ def locate(model: str | Path) -> Path:
 
 
 def commit_of(directory: Path) -> str | None:
-    """Commit of the hub model in a directory that `locate` returned; None for other directories."""
+    """Commit of the hub model in a directory that the function `locate` returned; None for other directories."""
     if is_metadata_only(directory):
         record = read_record(directory)
         return None if is_object_url(record.name) else record.commit

@@ -1,7 +1,7 @@
 """Losses and accuracies of merges of trained image experts, on each expert's tasks with this expert's head.
 
-This module does for image classifiers the work of `merge_losses` for text models. The loss is the cross-entropy of the
-right class, in nats per image.
+This module does for image classifiers the work of the module `merge_losses` for text models. The loss is the
+cross-entropy of the right class, in nats per image.
 """
 
 from __future__ import annotations

@@ -141,8 +141,8 @@ class TrainingModality(Protocol):
     def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
         """Check that a loaded model supports the options of `spec`, and adapt the model and its data to each other.
 
-        `model` is a `models.TrainedModel`, `examples` are the training data, and `device` is the model's device. Raises
-        InvalidModel if the model does not support an option.
+        `model` is an object of the class `models.TrainedModel`, `examples` are the training data, and `device` is the
+        model's device. Raises InvalidModel if the model does not support an option.
         """
         ...
 

@@ -107,7 +107,7 @@ class BaseLearner(ABC):
     the value network learns. The learner computes on the CPU in float32. In an episode, a policy builds one layer path,
     a sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers'
     weights, or None. `networks` are the options of the networks, and `options` are the options of the learner. `seed`
-    determines the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
+    determines the learner's random numbers. Subclasses implement the method `_learn` with their own optimizers.
     """
 
     def __init__(

@@ -49,8 +49,8 @@ class PolicyTrainingOptions:
       otherwise there is a policy for each vector
     - `learns`: whether policies learn; otherwise the policies with which the search began build all episodes, for each
       preference vector in turn
-    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
-      `FirstLearner`, and policies of different searches may have the same random numbers.
+    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by the
+      class `FirstLearner`, and policies of different searches may have the same random numbers.
     """
 
     episodes: int = 16

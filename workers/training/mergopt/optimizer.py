@@ -91,18 +91,18 @@ class MergOPT(OptimizerWrapper):
             scaler.scale(loss()).backward()
         scaler.step(optimizer)              # the parameters are theta
 
-    Each step of the optimizer has one draw of alpha, K and z, however often `offset` is entered before the step.
-    Outside of `offset` the parameters are theta, bit for bit. By default the parameters are restored from a copy, which
-    needs the memory of all parameters. With `model` the parameters never change: the noise is added where the layers of
-    `model` read their weights, and computed again in the backward pass, which needs the memory of the largest tensor
-    (module `in_layers`).
+    Each step of the optimizer has one draw of alpha, K and z, however often the context `offset` is entered before the
+    step. Outside of this context the parameters are theta, bit for bit. By default the parameters are restored from a
+    copy, which needs the memory of all parameters. With `model` the parameters never change: the noise is added where
+    the layers of `model` read their weights, and computed again in the backward pass, which needs the memory of the
+    largest tensor (module `in_layers`).
 
     `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
     merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K is drawn from 1 to
     `max_models`. `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters
     are trained, they are the frozen weights that the adapters change. `seed` and the number of the step determine the
-    draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and
-    hold their parameters in the same order.
+    draw; both are in the result of the method `state_dict`. All ranks of a data-parallel or fully sharded model must
+    have the same seed, and hold their parameters in the same order.
     """
 
     def __init__(

@@ -62,8 +62,9 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 class PathModel(nn.Module):
     """A decoder that computes the layers listed in its attribute `path`, in this order.
 
-    `path` is a sequence of hops (class `pool.Hop`). A hop names a layer, factors on its outputs, and an alignment (map
-    of the residual stream) before it. The attribute may be set between forward passes, when no request is in flight.
+    The attribute is a sequence of hops (class `pool.Hop`). A hop names a layer, factors on its outputs, and an
+    alignment (map of the residual stream) before it. The attribute may be set between forward passes, when no request
+    is in flight.
     """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
