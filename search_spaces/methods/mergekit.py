@@ -188,8 +188,8 @@ def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientVa
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
     without names the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
-    set to zero. The density 0 is replaced by 1. This has no influence, because the callers give the weight zero to a
-    task vector of which no element is kept (function `_kept`).
+    set to zero. The density 0 is replaced by 1; the replacement has no influence, because the callers give the weight
+    zero to a task vector of which no element is kept (function `_kept`).
     """
     if not names:
         return {}

@@ -364,7 +364,8 @@ def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, .
 def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[float, ...]:
     """The shares of the experts in a p-series: the expert with rank k in `order` has a share proportional to k^-p.
 
-    This is equation 4 of the paper on Mixup Model Merge (M3). Shares sum to one and are in the order of `experts`.
+    The formula is equation 4 of the paper on Mixup Model Merge (M3). Shares sum to one and are in the order of
+    `experts`.
     """
     ranked = {expert: (rank + 1) ** -p for rank, expert in enumerate(order)}
     total = math.fsum(ranked.values())

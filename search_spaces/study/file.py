@@ -132,8 +132,7 @@ class _SpaceOnly(Section):
 def study_json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of the study file.
 
-    The schema is made once, which takes 20 ms. The function returns the same object to all callers, so they must not
-    change it.
+    The schema is made once, in 20 ms. The function returns the same object to all callers, so they must not change it.
     """
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
 

@@ -255,7 +255,7 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 
     `name` is the name of the lm-eval task, and `spec` is the task of the study. `task` is the study's description of
     the JSONL task, with settings such as `max_tokens`. A greedy completion is right if it equals the whole answer,
-    apart from white space at its ends. This does not apply if the description has a program that tests completions
+    apart from white space at its ends. This rule does not apply if the description has a program that tests completions
     (module `executed_task`).
     """
     from datasets import Dataset

@@ -207,7 +207,7 @@ class TaskProcess(ABC):
     def _check(self) -> None:
         """Check that the process does not misuse resources, such as space on disk; raise a WorkerError if it does.
 
-        This is called about once a second while a reply of the process is awaited.
+        The method is called about once a second while a reply of the process is awaited.
         """
 
     def _error(self, kind: str, message: str, field: str) -> WorkerError:

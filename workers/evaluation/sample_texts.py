@@ -15,8 +15,8 @@ SEPARATOR = "\n"
 def sample_texts(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
     """Build a task, and return prompt and right answer of its samples [start, stop), in the order of scoring.
 
-    Prompts are without chat template, which would need a tokenizer. The result is shorter if the task has fewer than
-    `stop` samples. Raises InvalidTask if the task cannot be built.
+    Prompts are without chat template, because a chat template needs a tokenizer. The result is shorter if the task has
+    fewer than `stop` samples. Raises InvalidTask if the task cannot be built.
     """
     return reader_of(spec.task).texts(spec, start, stop)
 

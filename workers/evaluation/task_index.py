@@ -1,8 +1,8 @@
 """Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
-Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is cached for each
-version of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it
-while the other processes wait.
+Building lm-eval's index parses 14,000 YAML files, and takes 10 to 70 s. Therefore the index is cached for each version
+of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it while the
+other processes wait.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ def index_to_send() -> PlainIndex | None:
     """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
     The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent: a
-    process that receives them must import lm-eval, which may start threads. A sandboxed process receives the index
-    before it is confined, and a process with several threads cannot be confined.
+    process that receives them must import lm-eval, and the import may start threads. A sandboxed process receives the
+    index before it is confined, and a process with several threads cannot be confined.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}

@@ -89,7 +89,7 @@ def merged_tensors(
     than filling it. If the memory for all tensors exists already, the function `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
-    but do not load Numba, which saves time for small merges (function `is_small`). Raises InvalidRecipe, InvalidModel
+    but do not load Numba, so that small merges take less time (function `is_small`). Raises InvalidRecipe, InvalidModel
     or EvidenceMismatch, before the first tensor, if the recipe cannot be merged from these sources (function
     `plan_tensors`).
     """
@@ -130,10 +130,11 @@ def merge_into(
 ) -> dict[str, str]:
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
-    `recipe` is the recipe of the merge, or a plan (checked recipe with the list of tensors). This is the fastest way to
-    merge, because several tensors are computed at a time. The memory is contiguous, of one dtype, and on the device of
-    `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (module `devices`).
-    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources in `bank`.
+    `recipe` is the recipe of the merge, or a plan (checked recipe with the list of tensors). This function is the
+    fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one dtype, and on
+    the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (module
+    `devices`). Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources
+    in `bank`.
 
     `shards` has, for some tensors, the part of the elements to write, for example the part that one rank of an engine
     holds. Then only these elements are computed, with the bits that they have in the whole tensor. If this is not

@@ -8,7 +8,7 @@ a threshold.
 
 A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
 among the few elements that the table leaves undecided. A single merge needs only one or two ranks, and finds their
-elements by selection without a table (class `Selection`), which takes less time than sorting. The module
+elements by selection without a table (class `Selection`). Selection takes less time than sorting. The module
 `workers.merging.statistics` computes both.
 """
 

@@ -34,9 +34,9 @@ __all__ = [
 class TensorPlan:
     """A recipe that was checked against the source models, with the ordered list of all tensors to compute.
 
-    Functions that accept a recipe also accept its plan, which saves them the check. For example, writing a merge into
-    an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory) for which it
-    was made. `aliases` maps the recipe's aliases to the bank's aliases.
+    Functions that accept a recipe also accept its plan, and then need not check the recipe again. For example, writing
+    a merge into an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory)
+    for which it was made. `aliases` maps the recipe's aliases to the bank's aliases.
     """
 
     recipe: Recipe

@@ -1,7 +1,7 @@
 """Ahead-of-time compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
 `make install` runs this command. Without it, the first use of a kernel for a rule, a number of sources and a dtype
-compiles the kernel, which takes seconds. The code is kept on disk (module `kernels.compilation`). The command saves no
+compiles the kernel, and takes seconds. The code is kept on disk (module `kernels.compilation`). The command saves no
 time if the code cannot be kept on disk, or is on disk already.
 """
 

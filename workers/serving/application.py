@@ -48,7 +48,7 @@ def answered(ask: Callable[[], T], *, deadline: float) -> T:
 
 
 def num_replicas(name: str) -> Counter[str]:
-    """Number of replicas of the Serve application `name`, by state ("RUNNING", "STARTING", ...).
+    """Number of replicas of the Serve application `name`, keyed by state ("RUNNING", "STARTING", ...).
 
     The result is empty if there is no such application. Raises ServeUnavailable if Serve's controller does not answer.
     """

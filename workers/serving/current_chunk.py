@@ -49,7 +49,7 @@ def chunk_id(request: ScoreRequest) -> str:
 def note_chunk(current: CurrentChunk) -> None:
     """Record in Ray's key-value store that this replica begins to score the samples of one request (a chunk).
 
-    `current` is the record; the Ray node is filled in here. This is called in the replica's process. Nothing is
+    `current` is the record; the Ray node is filled in here. The function is called in the replica's process. Nothing is
     recorded without Ray, or while Ray's head node does not answer.
     """
     import ray

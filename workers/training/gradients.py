@@ -70,7 +70,7 @@ class CoefficientGradients:
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
     - `more_devices`: further devices; the layers of the model are divided over `device` and these devices
-    - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
+    - `recomputes`: whether activations are recomputed, to save their memory; a step then takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
     - `cache`: the directory of the cache, or None for the default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
@@ -212,7 +212,7 @@ class CoefficientGradients:
         `batch` has the positions of samples, keyed by objective, and the losses of an objective are in the order of its
         positions. The objectives named in `completions` are measured on the completions given to the method
         `set_completions`; all other objectives are measured on the right answers. Each loss is divided by its
-        objective's unit, which makes objectives comparable (method `TaskLosses.unit`).
+        objective's unit, to make objectives comparable (method `TaskLosses.unit`).
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced

@@ -58,7 +58,7 @@ def let_llvmlite_be_inspected() -> None:
     """Fix llvmlite's library handle so that vLLM can inspect its attributes.
 
     vLLM inspects every object in the loaded modules. The handle, which is loaded with Numba, treats every unknown
-    attribute, even `__dict__`, as a function of the library, which makes vLLM fail.
+    attribute, even `__dict__`, as a function of the library, so that vLLM fails.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None:

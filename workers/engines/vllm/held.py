@@ -278,7 +278,7 @@ class HeldWeights:
 def _is_random(buffer: torch.Tensor) -> bool:
     """Whether a buffer may have vLLM's random initial values, so that nothing was computed into it yet.
 
-    This is assumed if all values are in the range of these random numbers, and not all are zero.
+    The result is True if all values are in the range of these random numbers, and not all are zero.
     """
     largest = float(buffer.abs().max()) if buffer.numel() else 0.0
     return 0 < largest <= RANDOM

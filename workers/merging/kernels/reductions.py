@@ -151,7 +151,7 @@ def weighted_words(words: torch.Tensor, weight: int) -> int:
     """A checksum of a tensor's bytes: the sum over i of words[i] * (i * weight | 1), modulo 2^64.
 
     `words` are the bytes as contiguous int64. The factor i * weight | 1 differs between words, so that exchanging two
-    words changes the sum. The operator | is a bitwise or, which makes every factor odd.
+    words changes the sum. The operator | is a bitwise or, so every factor is odd.
     """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])

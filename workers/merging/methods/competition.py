@@ -156,7 +156,7 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
-    """RAM+ with change counts for each tensor (arXiv:2601.13572), which mergekit calls tensor-local.
+    """RAM+ with changes counted in each tensor (arXiv:2601.13572); mergekit calls the method tensor-local.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A model has changed an
     element if it differs from the base by more than epsilon. If several models changed an element, the mean of their

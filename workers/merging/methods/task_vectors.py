@@ -104,12 +104,12 @@ def ties_majority(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The majority sign is the
     sign of `majority`; by default it is the sign elected for most elements of the tensor. Where the trimmed task
-    vectors sum to zero, the task vectors that have the majority sign are averaged. This is TIES as the program MergeLM
-    computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of elements
-    that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for
-    each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None
-    computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of
-    equal magnitude.
+    vectors sum to zero, the task vectors that have the majority sign are averaged. The method is TIES as the program
+    MergeLM computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of
+    elements that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes`
+    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
+    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)

@@ -89,7 +89,7 @@ def training_memory(
     """Estimate the memory of the training that `spec` describes, on each of its workers.
 
     `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
-    float32. `recomputes` says whether activations are computed again in the backward pass, which saves their memory.
+    float32. `recomputes` says whether activations are computed again in the backward pass, to save their memory.
     """
     value = 2 if is_bfloat16 else FLOAT32
     sizes = {name: math.prod(tensor.shape) for name, tensor in base.tensors.items()}

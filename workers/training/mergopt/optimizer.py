@@ -289,8 +289,8 @@ def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) ->
 
     MergOPT adds offsets to the parameters, to simulate merges with given experts. The task vectors of these experts
     must have the same shapes as `parts`, in the same order. `in_layers` says whether offsets are added where layers
-    read their parameters, which saves a copy of the parameters. `in_layers` must be False, because offsets of task
-    vectors need this copy.
+    read their parameters, to save a copy of the parameters. `in_layers` must be False, because offsets of task vectors
+    need this copy.
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")

@@ -289,7 +289,7 @@ def _digest_of(alignment: Alignment) -> str:
 def _outside(recipe: Recipe) -> Hashable:
     """Key that identifies the merged tensors outside layers: embedding, final norm and output head.
 
-    Two recipes with equal keys give equal tensors from the same source models. This holds only for recipes without
+    Two recipes with equal keys give equal tensors from the same source models. The rule holds only for recipes without
     merges of single tensors.
     """
     recipe = recipe.canonical()

@@ -94,7 +94,7 @@ def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
     """Current GPU memory as (free, total) bytes, the smallest of each over the first `num_gpus` GPUs.
 
     If there are several GPUs, a subprocess reads their memory. Reading it in this process would create a CUDA context
-    on each GPU, which takes memory from the process that computes on the GPU.
+    on each GPU. A context takes memory from the process that computes on the GPU.
     """
     if num_gpus == 1:
         import torch
