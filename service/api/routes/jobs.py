@@ -590,7 +590,7 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 
     The team is the given `team` or, if it is None, the only team for which the sender of the request may submit jobs.
     `sharing` says who may read the job; None means its team. Raises InvalidRequest if the sender may submit jobs for
-    several teams and names no team, or may not submit jobs for `team`.
+    several teams and names no team, may not submit jobs for `team`, or is a viewer in all of the sender's teams.
     """
     account = sender.account
     if account is None:
@@ -598,6 +598,10 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
             raise InvalidRequest((Problem("team", f"{team!r:.80} is not accepted; the server has no accounts"),))
         return _Place(None, sharing or Sharing.TEAM)
     teams = sorted(name for name, role in account.roles.items() if role is not Role.VIEWER)
+    if team is None and account.roles and not teams and not account.is_admin:  # a job without a team has no quotas
+        viewed = ", ".join(sorted(account.roles))
+        message = f"is missing; you are only a viewer of {viewed}, and members and administrators of a team submit jobs"
+        raise InvalidRequest((Problem("team", message),))
     if team is None and len(teams) > 1:
         raise InvalidRequest((Problem("team", f"is missing; name one of your teams: {', '.join(teams)}"),))
     if team is not None and team not in teams:

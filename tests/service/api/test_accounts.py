@@ -204,6 +204,46 @@ def test_members_submit_no_job_without_a_team(company: Company) -> None:
     assert {job.team for job in company.server.store.jobs()} == {"red"}
 
 
+def test_viewers_submit_no_job(company: Company) -> None:
+    """A viewer of a team cannot submit a job without a team either, which would have no quotas."""
+    with company.http("viewer") as viewer:
+        for team in ("", "?team=red"):
+            (problem,) = viewer.post(f"/v1/studies{team}", json=document()).json()["problems"]
+            assert problem["field"] == "team", team
+        assert viewer.post("/v1/studies", json=document()).json()["problems"][0]["message"] == (
+            "is missing; you are only a viewer of red, and members and administrators of a team submit jobs"
+        )
+    assert company.server.store.jobs() == ()
+
+
+@pytest.mark.parametrize("role", [None, Role.VIEWER])
+def test_who_leaves_a_team_steers_its_jobs_no_more(company: Company, role: Role | None) -> None:
+    """The work on a job uses the quotas of its team, so that an owner who has left it, or only views it, may read it."""
+    study = company.finished()
+    company.accounts.set_role("red", "owner", role, actor=OPERATOR)
+    company.server.app.state.services.authenticator.forget()
+    path = f"/v1/studies/{study.id}"
+    with company.http("owner") as owner, company.http("manager") as manager:
+        assert owner.get(path).json()["rights"] == []
+        assert owner.get(f"{path}/trials").status_code == 200
+        assert study.id in [each["id"] for each in owner.get("/v1/studies").json()["studies"]]
+        for answer in (
+            owner.post(f"{path}:resume"),
+            owner.patch(path, json={"notes": "mine"}, headers={"If-Match": "*"}),
+            owner.put(f"{path}/sharing", json={"sharing": "private"}),
+            owner.delete(path),
+            owner.post(f"{path}/trials/1:serve"),
+            owner.post(f"{path}/exports", json={"trial": 1, "dtype": "float32"}),
+        ):
+            assert answer.status_code == 403, answer.request.url
+            assert "belongs to team red, for which you may no longer submit jobs" in answer.json()["detail"]
+        assert manager.patch(path, json={"notes": "ours"}, headers={"If-Match": "*"}).status_code == 200
+    company.accounts.set_role("red", "owner", Role.MEMBER, actor=OPERATOR)
+    company.server.app.state.services.authenticator.forget()
+    with company.http("owner") as owner:
+        assert owner.get(path).json()["rights"] == ["use", "change"]
+
+
 def test_idempotency_keys_are_of_a_user(company: Company) -> None:
     """The same key of two users makes two jobs; a user's second request gets the job of the first."""
     key = {"Idempotency-Key": "nightly"}
