@@ -370,6 +370,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--priority", type=int, metavar="N", help="waiting jobs with a larger one start first")
     command.add_argument("--max-trials", type=int, metavar="N", help="search.max_trials of a study")
     command.add_argument("--replicas", type=int, metavar="N", help="engine.replicas of a study")
+    command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the job show")
     for limit, number in (("max-samples", int), ("max-gpu-hours", float), ("max-wall-clock-s", float)):
         name = limit.replace("-", "_")
         command.add_argument(

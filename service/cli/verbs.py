@@ -462,7 +462,7 @@ def edit(options: argparse.Namespace) -> int:
     if not changes:
         raise Conflict("nothing to edit: give at least one of the options that `mergesearch edit --help` lists")
     with _on_server(options) as server:
-        return server.edit(options.job, changes)
+        return server.edit(options.job, changes, reason=options.reason)
 
 
 def invalidate(options: argparse.Namespace) -> int:

@@ -200,9 +200,10 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         sender: Sender,
         record: JobRecord = changed,
         if_match: Annotated[str | None, IF_MATCH] = None,
+        reason: Annotated[str | None, REASON] = None,
     ) -> Response:
         body = await read_object(request, kind.edit())
-        edited = await in_thread(Work.WRITE, _edit, services, sender, kind, record, body, if_match)
+        edited = await in_thread(Work.WRITE, _edit, services, sender, kind, record, body, if_match, reason)
         services.cluster.wake()
         return await run_in_threadpool(_shown, services, sender, edited, kind)
 
@@ -375,12 +376,19 @@ def _tag(version: int) -> str:
 
 
 def _edit(
-    services: Services, sender: Principal, kind: JobKind, job: JobRecord, body: JobEdit, if_match: str | None
+    services: Services,
+    sender: Principal,
+    kind: JobKind,
+    job: JobRecord,
+    body: JobEdit,
+    if_match: str | None,
+    reason: str | None,
 ) -> JobRecord:
     """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
     `kind` is the job's kind, which says what can be edited. `if_match` is the request's header If-Match, which names
-    the version of the job that the sender of the request has read. Raises Refusal with one of these statuses:
+    the version of the job that the sender of the request has read. `reason` is the reason that the sender gives, for
+    the event; None states no reason. Raises Refusal with one of these statuses:
 
     - 428: the header is missing
     - 412: the job was edited after the sender had read it
@@ -390,7 +398,7 @@ def _edit(
         raise Refusal(
             428, f"the header If-Match is missing; send the ETag of the {kind.noun} as you read it: {_tag(job.version)}"
         )
-    known = {part.strip() for part in if_match.split(",")}
+    known = {part.strip().removeprefix("W/") for part in if_match.split(",")}  # proxies that compress make tags weak
     if not known & {_tag(job.version), "*"}:
         raise Refusal(
             412, f"the {kind.noun} was edited meanwhile: it has the ETag {_tag(job.version)}; read it and edit it again"
@@ -409,7 +417,7 @@ def _edit(
     if not changed:
         return job
     changes = {name: [old, new] for name, old, new in changed}
-    steering = Steering("edit", None if account is None else account.user, changes=changes)
+    steering = Steering("edit", None if account is None else account.user, reason, changes)
     document = edited if options or "name" in labels else None
     was, is_now = ({name: values[place] for name, values in changes.items()} for place in (0, 1))
     with services.store.unit_of_work():
