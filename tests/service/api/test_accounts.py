@@ -14,15 +14,18 @@ from pathlib import Path
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.models import AnotherStudy
 from service.api.limits.headers import HEADERS
 from service.api.limits.rates import Rate, RateLimits
 from service.api.preflight_process import PreflightProcess
+from service.auth.authenticator import Authenticator
 from service.errors import NotFound
 from service.jobs.base import RequestContext
 from service.jobs.search.request import accept
+from service.store.accounts import AccountStore
 from service.studies.chains import on_server
 from service.types import Account, JobState, Role, Scope, Sharing
 from tests.service.api.accounts import OPERATOR, Company, bearer
@@ -55,6 +58,26 @@ def test_without_a_user_no_token_is_needed(server: ApiServer, http: httpx.Client
         assert http.get(path).status_code == 200
     with company.http("root") as root:
         assert root.get(f"/v1/studies/{job['id']}").json()["owner"] == "root"
+
+
+def test_nobody_is_let_in_until_the_database_has_answered(
+    server: ApiServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not know yet whether it has accounts accepts no request, also none that reads no database."""
+
+    def away() -> bool:
+        raise OperationalError("SELECT 1", None, Exception("the server is away"))
+
+    authenticator = Authenticator(AccountStore(server.store))
+    monkeypatch.setattr(authenticator._accounts, "has_users", away)
+    monkeypatch.setattr(server.app.state, "guard", replace(server.app.state.guard, authenticator=authenticator))
+    for path in ("/v1/me", "/ray/api/jobs/", "/metrics"):
+        assert http.get(path).status_code == 503, path
+    monkeypatch.setattr(authenticator._accounts, "has_users", lambda: False)
+    assert http.get("/v1/me").status_code == 200
+    authenticator._looked_at = -1.0
+    monkeypatch.setattr(authenticator._accounts, "has_users", away)
+    assert http.get("/v1/me").status_code == 200, "what was known before holds"
 
 
 def test_a_server_told_to_has_no_accounts(tmp_path: Path) -> None:
@@ -218,7 +241,7 @@ def test_viewers_submit_no_job(company: Company) -> None:
 
 @pytest.mark.parametrize("role", [None, Role.VIEWER])
 def test_who_leaves_a_team_steers_its_jobs_no_more(company: Company, role: Role | None) -> None:
-    """The work on a job uses the quotas of its team, so that an owner who has left it, or only views it, may read it."""
+    """The work on a job uses its team's quotas, so that an owner who has left the team may only read the job."""
     study = company.finished()
     company.accounts.set_role("red", "owner", role, actor=OPERATOR)
     company.server.app.state.services.authenticator.forget()
@@ -342,6 +365,17 @@ def test_administrators_manage_users_and_teams(company: Company) -> None:
         assert owner.get("/v1/me").status_code == 401
         actions = [entry["action"] for entry in root.get("/v1/audit?user=manager").json()["entries"]]
     assert actions == ["team.change", "team.change"]
+
+
+def test_a_refused_change_of_a_user_changes_nothing(company: Company) -> None:
+    """An administrator who cannot be demoted is not unbound from an identity by the same request."""
+    company.accounts.bind_identity("root", "https://login.example.org 1", actor=OPERATOR)
+    with company.http("root") as root:
+        assert root.patch("/v1/users/root", json={"identity": None, "is_admin": False}).status_code == 409
+        assert company.accounts.user("root").identity == "https://login.example.org 1"
+        assert "user.unbind" not in [entry.action for entry in company.accounts.audit()]
+        assert root.patch("/v1/users/root", json={"identity": None, "is_admin": True}).status_code == 200
+    assert company.accounts.user("root").identity is None
 
 
 def test_changes_of_jobs_are_in_the_audit_log(company: Company) -> None:
