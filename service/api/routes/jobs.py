@@ -498,7 +498,11 @@ def _admitted(
     with services.store.admission():
         if request.key is not None and (known := services.store.job_of_key(request.key)) is not None:
             return known, False
-        found = _place_of_study(services, sender, kind, accepted, place) if isinstance(place, _Asked) else place
+        if isinstance(place, _Asked):
+            found = _place_of_study(services, sender, kind, accepted, place)
+        else:
+            found = place
+            _check_membership(services, sender, place.team)
 
         def create() -> JobRecord:
             return services.store.create_job(
@@ -538,6 +542,20 @@ class _Asked:
 
     team: str | None
     sharing: Sharing | None
+
+
+def _check_membership(services: Services, sender: Principal, team: str | None) -> None:
+    """Raise InvalidRequest if the sender of a request may not submit jobs for `team` any more.
+
+    The checks of a job may take minutes, in which a user may have been disabled, or a team removed. Call this function
+    in the unit of work that stores the job (`Store.admission`).
+    """
+    if sender.account is None:
+        return
+    user = services.accounts.user(sender.account.user)
+    if user.is_disabled or (team is not None and user.roles.get(team) not in (Role.MEMBER, Role.ADMIN)):
+        message = "is not accepted any more: you were disabled or removed from the team while the job was checked"
+        raise InvalidRequest((Problem("team", f"{team or 'none'!r:.80} {message}"),))
 
 
 def _place_of_study(services: Services, sender: Principal, kind: JobKind, accepted: Accepted, asked: _Asked) -> _Place:

@@ -11,6 +11,7 @@ import statistics
 import time
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -23,7 +24,7 @@ from service.api.limits.rates import Rate, RateLimits
 from service.api.preflight_process import PreflightProcess
 from service.auth.authenticator import Authenticator
 from service.errors import NotFound
-from service.jobs.base import RequestContext
+from service.jobs.base import Accepted, RequestContext
 from service.jobs.search.request import accept
 from service.store.accounts import AccountStore
 from service.studies.chains import on_server
@@ -236,6 +237,32 @@ def test_viewers_submit_no_job(company: Company) -> None:
         assert viewer.post("/v1/studies", json=document()).json()["problems"][0]["message"] == (
             "is missing; you are only a viewer of red, and members and administrators of a team submit jobs"
         )
+    assert company.server.store.jobs() == ()
+
+
+@pytest.mark.parametrize("change", ["leaves", "is disabled", "team removed"])
+def test_rights_are_those_of_the_moment_at_which_a_job_is_stored(
+    company: Company, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The checks of a job take time, in which its sender may leave the team, or the team may be removed."""
+    preflight = company.server.preflight
+    accept = preflight.accept
+
+    async def slow(*arguments: Any, **options: Any) -> Accepted:
+        accepted = await accept(*arguments, **options)
+        if change == "leaves":
+            company.accounts.set_role("red", "owner", None, actor=OPERATOR)
+        elif change == "is disabled":
+            company.accounts.change_user("owner", is_disabled=True, actor=OPERATOR)
+        else:
+            company.accounts.remove_team("red", actor=OPERATOR)
+        return accepted
+
+    monkeypatch.setattr(preflight, "accept", slow)
+    with company.http("owner") as owner:
+        (problem,) = owner.post("/v1/studies", json=document()).json()["problems"]
+    assert problem["field"] == "team"
+    assert "disabled or removed from the team while the job was checked" in problem["message"]
     assert company.server.store.jobs() == ()
 
 
