@@ -9,6 +9,7 @@ import logging
 import sqlite3
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from search_spaces.study.models import AnotherStudy
 from service.api.limits.headers import HEADERS
 from service.api.limits.rates import Rate, RateLimits
 from service.api.preflight_process import PreflightProcess
+from service.api.routes import events as event_routes
 from service.auth.authenticator import Authenticator
 from service.errors import NotFound
 from service.jobs.base import Accepted, RequestContext
@@ -135,6 +137,30 @@ def test_a_stream_of_events_ends_with_its_token(server: ApiServer, company: Comp
         writer.add_event("note", {"text": "secret of the team"})
         assert not any("secret of the team" in line for line in lines)
     writer.set_state(JobState.CANCELLED)
+
+
+def test_a_user_has_a_limited_number_of_streams(company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user with many open streams does not keep others from theirs; a stream that is closed counts no more."""
+    monkeypatch.setattr(event_routes, "MAX_STREAMS", 2)
+    record = company.own(stored_study(company.server.store))
+    hub, path = company.server.app.state.services.hub, f"/v1/studies/{record.id}/events"
+    with company.http("owner") as owner, company.http("member") as member, ExitStack() as first:
+        streams = [first.enter_context(owner.stream("GET", each)).iter_lines() for each in (path, "/v1/events")]
+        for lines in streams:
+            next(lines)
+        for refused in (owner.get(path), owner.get("/v1/events")):
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+            assert "owner: has 2 open streams of events" in refused.json()["detail"]
+        assert owner.get(path, headers={"Accept": "application/json"}).status_code == 200
+        with member.stream("GET", path) as response:
+            assert response.status_code == 200
+        first.close()
+        deadline = time.monotonic() + 30
+        while hub.num_streams("owner") and time.monotonic() < deadline:
+            company.server.store.open_attempt(record.id).add_event("note", {"text": "wakes the streams"})
+            time.sleep(0.1)
+        with owner.stream("GET", path) as response:
+            assert response.status_code == 200
 
 
 @pytest.mark.parametrize(
