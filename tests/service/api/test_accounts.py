@@ -267,7 +267,7 @@ def test_viewers_submit_no_job(company: Company) -> None:
 
 
 @pytest.mark.parametrize("change", ["leaves", "is disabled", "team removed"])
-def test_rights_are_those_of_the_moment_at_which_a_job_is_stored(
+def test_rights_are_those_of_when_a_job_is_stored(
     company: Company, monkeypatch: pytest.MonkeyPatch, change: str
 ) -> None:
     """The checks of a job take time, in which its sender may leave the team, or the team may be removed."""

@@ -126,7 +126,7 @@ def test_quotas_hold_jobs_back_and_say_so() -> None:
     assert found.shortage.text("red") == "quota gpu_hours of team red: 8.2 of 8 are used this month (UTC)"
 
 
-def test_small_jobs_do_not_take_the_replicas_that_a_job_waits_for() -> None:
+def test_small_jobs_do_not_pass_one_that_needs_more_replicas() -> None:
     """Jobs of the same team that come later wait too, unless the quota can never hold the job before them."""
     red = state(max_replicas=2)
     entries = [running("r", "red"), waiting("a", "red", demand=Demand(2, 2)), waiting("b", "red"), waiting("c", "blue")]
