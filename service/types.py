@@ -377,7 +377,7 @@ class Account:
 
     def may_read(self, job: JobRecord) -> bool:
         """Whether the user may read the job and everything that belongs to it."""
-        if self._administers(job) or job.sharing is Sharing.ALL:
+        if self._administers(job) or job.owner == self.user or job.sharing is Sharing.ALL:
             return True
         return job.sharing is Sharing.TEAM and job.team in self.roles
 
@@ -389,8 +389,18 @@ class Account:
         """Whether the user may cancel, resume, extend, share and delete the job."""
         return self._administers(job)
 
+    def has_left_team(self, job: JobRecord) -> bool:
+        """Whether the user owns the job, and may no longer submit jobs for the job's team.
+
+        Such a user still reads the job. The work on the job would use the team's quotas, so the user may not steer it.
+        """
+        return job.owner == self.user and job.team is not None and not self._submits_for(job.team)
+
+    def _submits_for(self, team: str) -> bool:
+        return self.roles.get(team) in (Role.MEMBER, Role.ADMIN)
+
     def _administers(self, job: JobRecord) -> bool:
-        is_owner = job.owner == self.user
+        is_owner = job.owner == self.user and not self.has_left_team(job)
         return self.is_admin or is_owner or self.roles.get(job.team or "") is Role.ADMIN
 
 

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable, Mapping
-from contextlib import suppress
+from contextlib import aclosing, suppress
 from typing import Any, TypeVar
 
 import anyio
@@ -64,6 +64,7 @@ class EventHub:
         # A separate limiter: events continue while all of the application's threads are blocked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
         self._all: JobFeed | None = None
+        self._streams: Counter[str] = Counter()
 
     def start(self) -> None:
         """Start to listen to notifications of PostgreSQL, which come when any process has stored an event of a job.
@@ -93,6 +94,21 @@ class EventHub:
 
     def _pause_s(self) -> float:
         return max(self._poll_s, ANNOUNCED_POLL_S) if self._notifications.is_listening else self._poll_s
+
+    def num_streams(self, user: str) -> int:
+        """Number of the open streams of events that the user has requested."""
+        return self._streams[user]
+
+    async def counted(self, frames: AsyncGenerator[bytes, None], user: str) -> AsyncGenerator[bytes, None]:
+        """Yield the encoded events `frames` of a stream, which counts as an open stream of `user` until it ends."""
+        self._streams[user] += 1
+        try:
+            async with aclosing(frames):
+                async for frame_ in frames:
+                    yield frame_
+        finally:
+            self._streams[user] -= 1
+            self._streams += Counter()  # drops users without a stream
 
     def job(self, job_id: str) -> JobRecord | None:
         """Return the job as it was when the hub last read it from the database for its streams.

@@ -416,11 +416,18 @@ def check_right(sender: Principal, job: JobRecord, right: Right, *, noun: str) -
         return True
     if not account.may_read(job):
         return False
-    if right is Right.CHANGE and not account.may_change(job):
+    is_given = {Right.CHANGE: account.may_change, Right.USE: account.may_use}.get(right, account.may_read)(job)
+    if is_given:
+        return True
+    if account.has_left_team(job):
+        raise Refusal(
+            403,
+            f"{noun} {job.name!r}: belongs to team {job.team}, for which you may no longer submit jobs; its "
+            "administrators may change it, and you may read it",
+        )
+    if right is Right.CHANGE:
         raise Refusal(403, f"{noun} {job.name!r}: only its owner and administrators may change it; you may read it")
-    if right is Right.USE and not account.may_use(job):
-        raise Refusal(403, f"{noun} {job.name!r}: only members of its team may export its models; you may read it")
-    return True
+    raise Refusal(403, f"{noun} {job.name!r}: only members of its team may export its models; you may read it")
 
 
 def _check_scope(sender: Principal, scope: Scope) -> None:

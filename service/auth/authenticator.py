@@ -136,7 +136,7 @@ class Authenticator:
         self._clock = clock
         self._used_at: dict[str, float] = {}
         self._used_sessions: set[str] = set()
-        self._has_users = False
+        self._has_users: bool | None = None
         # Threads of their own: requests that wait in the application's threads do not keep others from being checked.
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
         self._tokens = _Answers(self._token, self._threads, clock)
@@ -147,15 +147,20 @@ class Authenticator:
         """Whether requests need a token, which they do if the server has accounts and the database has a user.
 
         Users are never deleted, so the result stays True once it is True. While the database does not answer, the last
-        known result is returned.
+        known result is returned. Raises SQLAlchemyError if the database has not answered yet, because some requests,
+        such as those for Ray's dashboard, read no database and would be accepted without a token.
         """
-        if self._is_on and not self._has_users and self._clock() - self._looked_at >= REMEMBERED_S:
+        if not self._is_on:
+            return False
+        if not self._has_users and self._clock() - self._looked_at >= REMEMBERED_S:
             try:
                 self._has_users = await anyio.to_thread.run_sync(self._accounts.has_users, limiter=self._threads)
+                self._looked_at = self._clock()
             except SQLAlchemyError:
-                return self._has_users  # every request that reads anything will fail
-            self._looked_at = self._clock()
-        return self._is_on and self._has_users
+                if self._has_users is None:
+                    raise
+        assert self._has_users is not None
+        return self._has_users
 
     async def authenticate(self, secret: str) -> Authenticated | None:
         """Find the user of the API token `secret`.

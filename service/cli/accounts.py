@@ -83,16 +83,26 @@ def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: st
     """Store a token that an operator has made for a deployment as a token of the user `user`.
 
     The token comes, for example, from a Kubernetes secret. Tokens that were stored for the deployment before are
-    revoked. If `token` itself is stored already, it is not changed. `scope` is the name of the token's scope, which
-    says for which requests the token can be used. `accounts` is the account store, and `actor` is who makes the change,
-    for the audit log.
+    revoked. If `token` itself is stored already, it is not changed. If an administrator has revoked it, nothing is
+    changed, and the deployment starts without it. `scope` is the name of the token's scope, which says for which
+    requests the token can be used. `accounts` is the account store, and `actor` is who makes the change, for the audit
+    log. Raises Conflict if `token` is a token of another user.
     """
-    found = accounts.find_token(token.digest)
+    known = accounts.known_token(token.digest)
+    if known is not None and known.user != user.name:
+        raise Conflict(f"--token-file: the token {token.prefix}... is one of user {known.user!r}; give another one")
+    if known is not None and known.revoked_at is not None:
+        print(
+            f"mergesearch: --token-file: the token {token.prefix}... is revoked, and stays so; if the deployment needs "
+            "one, write another one to the file",
+            file=sys.stderr,
+        )
+        return
     for other in accounts.tokens(user.name):
-        is_this = found is not None and other.id == found[0].id
+        is_this = known is not None and other.id == known.id
         if other.name == DEPLOYED and other.revoked_at is None and not is_this:
             accounts.revoke_token(other.id, actor=actor)
-    if found is None:
+    if known is None:
         accounts.add_token(
             user.name,
             name=DEPLOYED,

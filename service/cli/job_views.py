@@ -212,7 +212,7 @@ def event_text(event: Event, noun: str) -> str | None:
             changes = ", ".join(f"{name} {old} -> {new}" for name, (old, new) in payload.get("changes", {}).items())
             trial = f" trial {payload['trial']}" if "trial" in payload else ""
             return f"{payload['action']}{trial}: asked by {payload['user'] or 'a request'}" + _because(
-                payload["reason"] or changes
+                "; ".join(filter(None, (changes, payload["reason"])))
             )
         case "preempted":
             return f"the {noun} gives its place up, and waits" + _because(payload["reason"])

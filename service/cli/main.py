@@ -35,6 +35,9 @@ __all__ = ["main"]
 RUN_OR_STUDY = "directory of a run, or a study on a server: its id, a prefix of its id, or its name"
 RUN_OR_JOB = "directory of a run, or a job on a server: its id, a prefix of its id, or its name"
 
+# The largest count that the database stores (32 bits).
+MAX_COUNT = 2**31 - 1
+
 DTYPES = ("float32", "bfloat16", "float16")
 
 SHARING = ("private", "team", "all")
@@ -370,6 +373,7 @@ def _parser() -> argparse.ArgumentParser:
     command.add_argument("--priority", type=int, metavar="N", help="waiting jobs with a larger one start first")
     command.add_argument("--max-trials", type=int, metavar="N", help="search.max_trials of a study")
     command.add_argument("--replicas", type=int, metavar="N", help="engine.replicas of a study")
+    command.add_argument("--reason", metavar="TEXT", help="reason, which the events of the job show")
     for limit, number in (("max-samples", int), ("max-gpu-hours", float), ("max-wall-clock-s", float)):
         name = limit.replace("-", "_")
         command.add_argument(
@@ -819,10 +823,12 @@ def _trial(text: str) -> int | str:
 def _count(text: str) -> int:
     """Parse the value of an option that is a whole number of at least 1, such as a number of nodes.
 
-    Raises ArgumentTypeError for an invalid text.
+    Raises ArgumentTypeError for an invalid text, or for a number that no column of the database can store.
     """
     if not (text.isascii() and text.isdecimal()) or int(text) < 1:
         raise argparse.ArgumentTypeError(f"{text!r} is not a count; give a whole number of at least 1")
+    if int(text) > MAX_COUNT:
+        raise argparse.ArgumentTypeError(f"{text} is too large; give at most {MAX_COUNT}")
     return int(text)
 
 

@@ -199,8 +199,8 @@ class ServerVerbs:
             return INTERRUPTED
         return 0
 
-    def edit(self, reference: str, changes: Mapping[str, Any]) -> int:
-        return self._show_state(self._client.edit(self._client.find(reference), changes))
+    def edit(self, reference: str, changes: Mapping[str, Any], *, reason: str | None) -> int:
+        return self._show_state(self._client.edit(self._client.find(reference), changes, reason=reason))
 
     def set_validity(self, reference: str, number: int, *, is_valid: bool, reason: str | None) -> int:
         study = self._study(reference)

@@ -301,6 +301,8 @@ def restore(options: argparse.Namespace) -> int:
         print(f"{data_dir}: {backup.jobs} jobs restored; {backup.unfinished_jobs} continue when a server is started")
         if restored.removed_exports:
             print(f"{restored.removed_exports} exports are not part of a backup; request them again")
+        if any(table.name == "users" and table.rows for table in backup.tables):
+            print("users, teams and tokens are those of the backup: a token that was revoked since is valid again")
         print("start the server with this --data, and with the same --database and --files, if any were given")
     return 0
 
@@ -462,7 +464,7 @@ def edit(options: argparse.Namespace) -> int:
     if not changes:
         raise Conflict("nothing to edit: give at least one of the options that `mergesearch edit --help` lists")
     with _on_server(options) as server:
-        return server.edit(options.job, changes)
+        return server.edit(options.job, changes, reason=options.reason)
 
 
 def invalidate(options: argparse.Namespace) -> int:

@@ -387,7 +387,9 @@ def _steer(job: Reference, verb: str, reason: str | None) -> Flow[JobDocument]:
     return cast("JobDocument", Job((yield from document_of(Call("POST", f"{path_of(job)}:{verb}", query=query)))))
 
 
-def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = None) -> Flow[JobDocument]:
+def edit(
+    job: Reference, changes: Mapping[str, Any], *, version: int | None = None, reason: str | None = None
+) -> Flow[JobDocument]:
     """Edit the labels of a job or, for a study, also some options of its study file.
 
     Labels are name, description, tags, notes and priority. Options of the study file take effect as soon as the samples
@@ -399,6 +401,7 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
             "max_trials", "replicas" (the number of engines) and "limits". Options that are left out keep their values.
         version: The "version" of the job as you read it, so that edits by others are not lost; None takes the present
             version.
+        reason: The reason, which the events of the job show; None states no reason.
 
     Returns:
         The server's JSON document that describes the job after the edit.
@@ -413,7 +416,8 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
     if version is None:
         version = (yield from document_of(Call("GET", path_of(job))))["version"]
     headers = {"Content-Type": "application/json", "If-Match": f'"{version}"'}
-    call = Call("PATCH", path_of(job), {}, headers, json.dumps(dict(changes)).encode())
+    query = {} if reason is None else {"reason": reason}
+    call = Call("PATCH", path_of(job), query, headers, json.dumps(dict(changes)).encode())
     kind = {} if isinstance(job, str) else {"kind": job["kind"]}
     return cast("JobDocument", Job({**kind, **(yield from document_of(call))}))
 

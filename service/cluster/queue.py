@@ -11,7 +11,8 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
 3. The next place goes to the job of the largest priority. Jobs of equal priority are ordered by fair share: the next
    job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
    where they were moved to.
-4. A job is passed over as long as it would exceed a quota of its team.
+4. A job is passed over as long as it would exceed a quota of its team. If it waits for replicas of the quota
+   `max_replicas`, later jobs of its team do not take them, or jobs with few replicas could pass it forever.
 5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
    is smaller than the priority of the waiting job. No job loses its place in this way before it has held the place for
    KEEPS_PLACE_S seconds.
@@ -117,19 +118,22 @@ class Shortage:
     - `limit`: value of the quota
     - `used`: amount that the team's jobs use already
     - `needed`: further amount that the job needs; 0 if this amount is not known beforehand, as for GPU-hours
+    - `is_kept`: whether the amount that is left is kept for a job of the team that comes first
     """
 
     quota: str
     limit: float
     used: float
     needed: float
+    is_kept: bool = False
 
     def text(self, team: str | None) -> str:
         """Describe the shortage for users, such as "quota max_running of team red: 2 of 2 are used"."""
         used = f"{self.used:.1f}" if isinstance(self.used, float) else f"{self.used}"
         need = f", and the job needs {self.needed:g}" if self.needed > 1 else ""
         when = " this month (UTC)" if self.quota == "gpu_hours" else ""
-        return f"quota {self.quota} of team {team}: {used} of {self.limit:g} are used{when}{need}"
+        kept = ", and the rest is kept for a job before it" if self.is_kept else ""
+        return f"quota {self.quota} of team {team}: {used} of {self.limit:g} are used{when}{need}{kept}"
 
 
 @dataclass(frozen=True)
@@ -207,6 +211,7 @@ def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, p
     for entry in _order(waiting, tuple(books.held), teams, now=now):
         position = len(waits) + 1
         if (shortage := books.shortage(entry)) is not None:
+            books.keep(entry, shortage)
             waits[entry.id] = Waiting(position, Reason.QUOTA, shortage)
         elif len(books.held) < places:
             books.add(entry)
@@ -248,10 +253,19 @@ class _Books:
 
     def __init__(self, teams: Mapping[str | None, TeamState], held: Iterable[Entry]) -> None:
         self._teams = teams
+        self._kept: set[str | None] = set()
         self.held: list[Entry] = list(held)
 
     def add(self, entry: Entry) -> None:
         self.held.append(entry)
+
+    def keep(self, entry: Entry, shortage: Shortage) -> None:
+        """Keep the replicas that are left of a team's quota for the waiting job `entry`, which needs more of them.
+
+        `shortage` is the quota that the job would exceed. Nothing is kept for a job that the quota can never hold.
+        """
+        if shortage.quota == "max_replicas" and entry.demand.replicas <= shortage.limit:
+            self._kept.add(entry.team)
 
     def used_up(self, team: str | None) -> Shortage | None:
         return self._teams.get(team, TeamState()).used_up()
@@ -269,6 +283,8 @@ class _Books:
         ):
             if limit is not None and used + needed > limit:
                 return Shortage(quota, limit, used, needed)
+        if entry.team in self._kept and limits.max_replicas is not None and entry.demand.replicas > 0:
+            return Shortage("max_replicas", limits.max_replicas, replicas, entry.demand.replicas, is_kept=True)
         return None
 
 

@@ -83,6 +83,7 @@ class AccountStore:
     """
 
     def __init__(self, store: Store) -> None:
+        self._store = store
         self._engine = store.engine
         self._reads = reading(self._engine)
 
@@ -230,7 +231,8 @@ class AccountStore:
 
         `actor` is who removes the team, for the audit log.
         """
-        with transaction(self._engine) as connection:
+        # No job is stored for the team, or moved to it, meanwhile.
+        with self._store.admission(), transaction(self._engine) as connection:
             _lock(connection)
             before = _team(connection, name)
             if _has_rows(connection, schema.studies, schema.studies.c.team == name):

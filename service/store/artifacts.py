@@ -26,13 +26,17 @@ from service.types import ArtifactRecord
 from workers.directories import appearing
 from workers.object_store import blob_at, blob_path
 
-__all__ = ["EXPORT_PREFIX", "ArtifactStore"]
+__all__ = ["EXPORT_PREFIX", "SOURCE_PREFIX", "ArtifactStore"]
 
 # Digits of an artifact's digest in the name under which another job keeps it.
 DIGEST_DIGITS = 16
 
 # Names of artifacts that are exported models begin with this.
 EXPORT_PREFIX = "export-"
+
+# Beginning of the names of source models: "source-DIGEST" of a study that has the source, and "source-DIGEST-DTYPE" of
+# the study whose merge was exported for it.
+SOURCE_PREFIX = "source-"
 
 
 @repeated
@@ -91,7 +95,9 @@ class ArtifactStore:
         """
         found = (blob_at(model.rstrip("/")) for model in models)
         return {
-            f"source-{digest[:DIGEST_DIGITS]}": digest for place, digest in filter(None, found) if place == self.remote
+            f"{SOURCE_PREFIX}{digest[:DIGEST_DIGITS]}": digest
+            for place, digest in filter(None, found)
+            if place == self.remote
         }
 
     def _record(
@@ -205,14 +211,17 @@ class ArtifactStore:
         """Total size in bytes of the artifacts that jobs of a team have stored, without exported models.
 
         An artifact is a directory of files that a job made, such as a trained model. If several of the jobs have stored
-        the same artifact, it counts once. If `with_job` is the id of a job, the artifacts of this job are counted too.
-        The result is then the size after the job has moved to the team.
+        the same artifact, it counts once. A merge that was exported because another study has it as a source counts for
+        the team of the study that has the source, because any reader of a study may submit such studies. If `with_job`
+        is the id of a job, the artifacts of this job are counted too. The result is then the size after the job has
+        moved to the team.
         """
         table, jobs = schema.artifacts, schema.studies
         query = (
             sa.select(table.c.digest, table.c.num_bytes)
             .join(jobs, jobs.c.id == table.c.study)
             .where(((jobs.c.team == team) | (jobs.c.id == with_job)) & ~table.c.name.startswith(EXPORT_PREFIX))
+            .where(~table.c.name.like(f"{SOURCE_PREFIX}%-%"))
             .distinct()
         )
         with self._reads.connect() as connection:

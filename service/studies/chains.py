@@ -34,7 +34,7 @@ from service.errors import Conflict, NotFound
 from service.resolved_study import ChainedSource, ResolvedStudy
 from service.results.selection import best_trial
 from service.store import Store
-from service.store.artifacts import ArtifactStore
+from service.store.artifacts import SOURCE_PREFIX, ArtifactStore
 from service.studies.export import export_trial, write_model
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from service.types import Account, ArtifactRecord, JobRecord
@@ -102,7 +102,7 @@ class _Places:
             write(root / name)
             return str(root / name)
         out = root / f".upload-{name}"
-        artifacts, artifact = ArtifactStore(store, self.artifacts_in), f"source-{name}"
+        artifacts, artifact = ArtifactStore(store, self.artifacts_in), f"{SOURCE_PREFIX}{name}"
         with turn(out):
             if artifact not in {record.name for record in artifacts.of(job_id)}:
                 write(out)

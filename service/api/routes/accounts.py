@@ -35,7 +35,7 @@ from service.schemas.api import (
 )
 from service.store.accounts import NAME_PATTERN
 from service.threads import Work, in_thread, in_threads_of
-from service.types import Account, Role, Scope, TeamRecord, TeamUsage, TokenRecord
+from service.types import Account, Role, Scope, TeamRecord, TeamUsage, TokenRecord, UserRecord
 
 __all__ = ["router"]
 
@@ -165,16 +165,16 @@ async def change_user(request: Request, user: UserName, services: Context, sende
     user's name is bound to the user.
     """
     body = await read_object(request, ChangedUser)
-    if "identity" in body.model_fields_set:
-        await in_thread(Work.WRITE, services.accounts.unbind_identity, user, actor=sender.actor)
-    changed = await in_thread(
-        Work.WRITE,
-        services.accounts.change_user,
-        user,
-        is_admin=body.is_admin,
-        is_disabled=body.is_disabled,
-        actor=sender.actor,
-    )
+
+    def change() -> UserRecord:
+        with services.store.unit_of_work():  # a request that is refused changes nothing
+            if "identity" in body.model_fields_set:
+                services.accounts.unbind_identity(user, actor=sender.actor)
+            return services.accounts.change_user(
+                user, is_admin=body.is_admin, is_disabled=body.is_disabled, actor=sender.actor
+            )
+
+    changed = await in_thread(Work.WRITE, change)
     services.authenticator.forget()
     return Json(user_document(changed))
 

@@ -14,9 +14,9 @@ from starlette.responses import Response, StreamingResponse
 
 from service.api.dependencies import MAX_ID, MAX_NUMBER, Context, Services, given
 from service.api.job_feed import STATE_KINDS
-from service.api.permissions import Renewal, Right, check_right, needs_throughout
+from service.api.permissions import Renewal, Right, Sender, check_right, needs_throughout
 from service.api.presenters import event_document, job_event_document
-from service.api.problems import Json, Unauthorized, refusals
+from service.api.problems import Json, TooManyRequests, Unauthorized, refusals
 from service.api.protocols import Principal
 from service.jobs.base import JobKind
 from service.schemas.api import (
@@ -33,6 +33,9 @@ from service.types import JobRecord, Scope
 __all__ = ["STREAMED", "add_events_route", "router"]
 
 router = APIRouter(tags=["events"])
+
+# Open streams of events that a user may have at a server, and seconds after which a refused one is asked for again.
+MAX_STREAMS, RETRY_AFTER_S = 1000, 5.0
 
 Watcher = Annotated[Callable[[], Awaitable[Principal | None]], needs_throughout(Scope.READ)]
 
@@ -83,6 +86,7 @@ async def _watch(
     limit: int,
     last_event_id: int | None,
     page: _Page,
+    sender: Principal,
     may_go_on: Callable[[], Awaitable[bool]],
 ) -> Response:
     """Respond with a job's events as a JSON list or, by default, as a stream that ends when the job ends.
@@ -90,12 +94,12 @@ async def _watch(
     The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent; if
     `last_event_id` is not None, it is used instead of `after`. A list has at most `limit` events. `may_go_on` is called
     repeatedly to check whether the sender of the request may still read the job; the stream also ends when it returns
-    False. `page` selects the events of a list.
+    False. `page` selects the events of a list. `sender` sent the request.
     """
     cursor = after if last_event_id is None else last_event_id
     if _wants_list(request):
         return Json(await run_in_threadpool(_listed, services.store, job_id, after=cursor, limit=limit, page=page))
-    return _stream(_while_allowed(services.hub.watch(job_id, after=cursor), may_go_on))
+    return _stream(services, sender, _while_allowed(services.hub.watch(job_id, after=cursor), may_go_on))
 
 
 def _wants_list(request: Request) -> bool:
@@ -103,7 +107,18 @@ def _wants_list(request: Request) -> bool:
     return "application/json" in accepted and EVENT_STREAM not in accepted
 
 
-def _stream(frames: AsyncGenerator[bytes, None]) -> Response:
+def _stream(services: Services, sender: Principal, frames: AsyncGenerator[bytes, None]) -> Response:
+    """Respond with the encoded events `frames` as a stream.
+
+    Raises TooManyRequests if the user who sent the request has too many open streams. Senders without an account are
+    not counted, since all users may have one address.
+    """
+    user = None if sender.account is None else sender.account.user
+    if user is not None:
+        if services.hub.num_streams(user) >= MAX_STREAMS:
+            message = f"{user}: has {MAX_STREAMS} open streams of events; close some, or follow all jobs in one stream"
+            raise TooManyRequests(f"{message} (GET /v1/events)", RETRY_AFTER_S)
+        frames = services.hub.counted(frames, user)
     # Proxies must pass frames on without buffering.
     headers = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
     return StreamingResponse(frames, media_type=EVENT_STREAM, headers=headers)
@@ -138,6 +153,7 @@ def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
     async def watch(
         request: Request,
         services: Context,
+        sender: Sender,
         renewal: Renewal,
         record: JobRecord = found,
         after: Annotated[int, Query(description="Only events with a larger id.", ge=0, le=MAX_ID)] = 0,
@@ -159,9 +175,9 @@ def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
     ) -> Response:
         async def may_go_on() -> bool:
             """Whether the token or session is still valid and its user may still read the job."""
-            sender = await renewal()
+            present = await renewal()
             job = services.hub.job(record.id) or record
-            return sender is not None and check_right(sender, job, Right.READ, noun=kind.noun)
+            return present is not None and check_right(present, job, Right.READ, noun=kind.noun)
 
         return await _watch(
             request,
@@ -171,6 +187,7 @@ def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
             limit=limit,
             last_event_id=last_event_id,
             page=_Page(kinds, order == "newest", offset),
+            sender=sender,
             may_go_on=may_go_on,
         )
 
@@ -217,6 +234,7 @@ def add_events_route(router: APIRouter, kind: JobKind, path: str) -> None:
 async def watch_jobs(
     request: Request,
     services: Context,
+    requester: Sender,
     renewal: Watcher,
     after: Annotated[
         int | None,
@@ -237,7 +255,7 @@ async def watch_jobs(
     """
     cursor = after if last_event_id is None else last_event_id
     if not _wants_list(request):
-        return _stream(services.hub.watch_all(after=cursor, renewal=renewal))
+        return _stream(services, requester, services.hub.watch_all(after=cursor, renewal=renewal))
     sender = await renewal()
     if sender is None:
         raise Unauthorized("the token or session is no longer valid")

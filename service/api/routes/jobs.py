@@ -200,9 +200,10 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
         sender: Sender,
         record: JobRecord = changed,
         if_match: Annotated[str | None, IF_MATCH] = None,
+        reason: Annotated[str | None, REASON] = None,
     ) -> Response:
         body = await read_object(request, kind.edit())
-        edited = await in_thread(Work.WRITE, _edit, services, sender, kind, record, body, if_match)
+        edited = await in_thread(Work.WRITE, _edit, services, sender, kind, record, body, if_match, reason)
         services.cluster.wake()
         return await run_in_threadpool(_shown, services, sender, edited, kind)
 
@@ -375,12 +376,19 @@ def _tag(version: int) -> str:
 
 
 def _edit(
-    services: Services, sender: Principal, kind: JobKind, job: JobRecord, body: JobEdit, if_match: str | None
+    services: Services,
+    sender: Principal,
+    kind: JobKind,
+    job: JobRecord,
+    body: JobEdit,
+    if_match: str | None,
+    reason: str | None,
 ) -> JobRecord:
     """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
     `kind` is the job's kind, which says what can be edited. `if_match` is the request's header If-Match, which names
-    the version of the job that the sender of the request has read. Raises Refusal with one of these statuses:
+    the version of the job that the sender of the request has read. `reason` is the reason that the sender gives, for
+    the event; None states no reason. Raises Refusal with one of these statuses:
 
     - 428: the header is missing
     - 412: the job was edited after the sender had read it
@@ -390,7 +398,7 @@ def _edit(
         raise Refusal(
             428, f"the header If-Match is missing; send the ETag of the {kind.noun} as you read it: {_tag(job.version)}"
         )
-    known = {part.strip() for part in if_match.split(",")}
+    known = {part.strip().removeprefix("W/") for part in if_match.split(",")}  # proxies that compress make tags weak
     if not known & {_tag(job.version), "*"}:
         raise Refusal(
             412, f"the {kind.noun} was edited meanwhile: it has the ETag {_tag(job.version)}; read it and edit it again"
@@ -409,7 +417,7 @@ def _edit(
     if not changed:
         return job
     changes = {name: [old, new] for name, old, new in changed}
-    steering = Steering("edit", None if account is None else account.user, changes=changes)
+    steering = Steering("edit", None if account is None else account.user, reason, changes)
     document = edited if options or "name" in labels else None
     was, is_now = ({name: values[place] for name, values in changes.items()} for place in (0, 1))
     with services.store.unit_of_work():
@@ -490,7 +498,11 @@ def _admitted(
     with services.store.admission():
         if request.key is not None and (known := services.store.job_of_key(request.key)) is not None:
             return known, False
-        found = _place_of_study(services, sender, kind, accepted, place) if isinstance(place, _Asked) else place
+        if isinstance(place, _Asked):
+            found = _place_of_study(services, sender, kind, accepted, place)
+        else:
+            found = place
+            _check_membership(services, sender, place.team)
 
         def create() -> JobRecord:
             return services.store.create_job(
@@ -530,6 +542,20 @@ class _Asked:
 
     team: str | None
     sharing: Sharing | None
+
+
+def _check_membership(services: Services, sender: Principal, team: str | None) -> None:
+    """Raise InvalidRequest if the sender of a request may not submit jobs for `team` any more.
+
+    The checks of a job may take minutes, in which a user may have been disabled, or a team removed. Call this function
+    in the unit of work that stores the job (`Store.admission`).
+    """
+    if sender.account is None:
+        return
+    user = services.accounts.user(sender.account.user)
+    if user.is_disabled or (team is not None and user.roles.get(team) not in (Role.MEMBER, Role.ADMIN)):
+        message = "is not accepted any more: you were disabled or removed from the team while the job was checked"
+        raise InvalidRequest((Problem("team", f"{team or 'none'!r:.80} {message}"),))
 
 
 def _place_of_study(services: Services, sender: Principal, kind: JobKind, accepted: Accepted, asked: _Asked) -> _Place:
@@ -590,7 +616,7 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
 
     The team is the given `team` or, if it is None, the only team for which the sender of the request may submit jobs.
     `sharing` says who may read the job; None means its team. Raises InvalidRequest if the sender may submit jobs for
-    several teams and names no team, or may not submit jobs for `team`.
+    several teams and names no team, may not submit jobs for `team`, or is a viewer in all of the sender's teams.
     """
     account = sender.account
     if account is None:
@@ -598,6 +624,10 @@ def _place(sender: Principal, team: str | None, sharing: Sharing | None) -> _Pla
             raise InvalidRequest((Problem("team", f"{team!r:.80} is not accepted; the server has no accounts"),))
         return _Place(None, sharing or Sharing.TEAM)
     teams = sorted(name for name, role in account.roles.items() if role is not Role.VIEWER)
+    if team is None and account.roles and not teams and not account.is_admin:  # a job without a team has no quotas
+        viewed = ", ".join(sorted(account.roles))
+        message = f"is missing; you are only a viewer of {viewed}, and members and administrators of a team submit jobs"
+        raise InvalidRequest((Problem("team", message),))
     if team is None and len(teams) > 1:
         raise InvalidRequest((Problem("team", f"is missing; name one of your teams: {', '.join(teams)}"),))
     if team is not None and team not in teams:

@@ -9,20 +9,26 @@ import logging
 import sqlite3
 import statistics
 import time
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
+from sqlalchemy.exc import OperationalError
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.models import AnotherStudy
 from service.api.limits.headers import HEADERS
 from service.api.limits.rates import Rate, RateLimits
 from service.api.preflight_process import PreflightProcess
+from service.api.routes import events as event_routes
+from service.auth.authenticator import Authenticator
 from service.errors import NotFound
-from service.jobs.base import RequestContext
+from service.jobs.base import Accepted, RequestContext
 from service.jobs.search.request import accept
+from service.store.accounts import AccountStore
 from service.studies.chains import on_server
 from service.types import Account, JobState, Role, Scope, Sharing
 from tests.service.api.accounts import OPERATOR, Company, bearer
@@ -55,6 +61,26 @@ def test_without_a_user_no_token_is_needed(server: ApiServer, http: httpx.Client
         assert http.get(path).status_code == 200
     with company.http("root") as root:
         assert root.get(f"/v1/studies/{job['id']}").json()["owner"] == "root"
+
+
+def test_nobody_is_let_in_until_the_database_has_answered(
+    server: ApiServer, http: httpx.Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that does not know yet whether it has accounts accepts no request, also none that reads no database."""
+
+    def away() -> bool:
+        raise OperationalError("SELECT 1", None, Exception("the server is away"))
+
+    authenticator = Authenticator(AccountStore(server.store))
+    monkeypatch.setattr(authenticator._accounts, "has_users", away)
+    monkeypatch.setattr(server.app.state, "guard", replace(server.app.state.guard, authenticator=authenticator))
+    for path in ("/v1/me", "/ray/api/jobs/", "/metrics"):
+        assert http.get(path).status_code == 503, path
+    monkeypatch.setattr(authenticator._accounts, "has_users", lambda: False)
+    assert http.get("/v1/me").status_code == 200
+    authenticator._looked_at = -1.0
+    monkeypatch.setattr(authenticator._accounts, "has_users", away)
+    assert http.get("/v1/me").status_code == 200, "what was known before holds"
 
 
 def test_a_server_told_to_has_no_accounts(tmp_path: Path) -> None:
@@ -111,6 +137,30 @@ def test_a_stream_of_events_ends_with_its_token(server: ApiServer, company: Comp
         writer.add_event("note", {"text": "secret of the team"})
         assert not any("secret of the team" in line for line in lines)
     writer.set_state(JobState.CANCELLED)
+
+
+def test_a_user_has_a_limited_number_of_streams(company: Company, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user with many open streams does not keep others from theirs; a stream that is closed counts no more."""
+    monkeypatch.setattr(event_routes, "MAX_STREAMS", 2)
+    record = company.own(stored_study(company.server.store))
+    hub, path = company.server.app.state.services.hub, f"/v1/studies/{record.id}/events"
+    with company.http("owner") as owner, company.http("member") as member, ExitStack() as first:
+        streams = [first.enter_context(owner.stream("GET", each)).iter_lines() for each in (path, "/v1/events")]
+        for lines in streams:
+            next(lines)
+        for refused in (owner.get(path), owner.get("/v1/events")):
+            assert (refused.status_code, refused.headers["retry-after"]) == (429, "5")
+            assert "owner: has 2 open streams of events" in refused.json()["detail"]
+        assert owner.get(path, headers={"Accept": "application/json"}).status_code == 200
+        with member.stream("GET", path) as response:
+            assert response.status_code == 200
+        first.close()
+        deadline = time.monotonic() + 30
+        while hub.num_streams("owner") and time.monotonic() < deadline:
+            company.server.store.open_attempt(record.id).add_event("note", {"text": "wakes the streams"})
+            time.sleep(0.1)
+        with owner.stream("GET", path) as response:
+            assert response.status_code == 200
 
 
 @pytest.mark.parametrize(
@@ -202,6 +252,72 @@ def test_members_submit_no_job_without_a_team(company: Company) -> None:
         for team in ("", "null", "none"):
             assert owner.post(f"/v1/studies?team={team}", json=document()).status_code == 422, team
     assert {job.team for job in company.server.store.jobs()} == {"red"}
+
+
+def test_viewers_submit_no_job(company: Company) -> None:
+    """A viewer of a team cannot submit a job without a team either, which would have no quotas."""
+    with company.http("viewer") as viewer:
+        for team in ("", "?team=red"):
+            (problem,) = viewer.post(f"/v1/studies{team}", json=document()).json()["problems"]
+            assert problem["field"] == "team", team
+        assert viewer.post("/v1/studies", json=document()).json()["problems"][0]["message"] == (
+            "is missing; you are only a viewer of red, and members and administrators of a team submit jobs"
+        )
+    assert company.server.store.jobs() == ()
+
+
+@pytest.mark.parametrize("change", ["leaves", "is disabled", "team removed"])
+def test_rights_are_those_of_when_a_job_is_stored(
+    company: Company, monkeypatch: pytest.MonkeyPatch, change: str
+) -> None:
+    """The checks of a job take time, in which its sender may leave the team, or the team may be removed."""
+    preflight = company.server.preflight
+    accept = preflight.accept
+
+    async def slow(*arguments: Any, **options: Any) -> Accepted:
+        accepted = await accept(*arguments, **options)
+        if change == "leaves":
+            company.accounts.set_role("red", "owner", None, actor=OPERATOR)
+        elif change == "is disabled":
+            company.accounts.change_user("owner", is_disabled=True, actor=OPERATOR)
+        else:
+            company.accounts.remove_team("red", actor=OPERATOR)
+        return accepted
+
+    monkeypatch.setattr(preflight, "accept", slow)
+    with company.http("owner") as owner:
+        (problem,) = owner.post("/v1/studies", json=document()).json()["problems"]
+    assert problem["field"] == "team"
+    assert "disabled or removed from the team while the job was checked" in problem["message"]
+    assert company.server.store.jobs() == ()
+
+
+@pytest.mark.parametrize("role", [None, Role.VIEWER])
+def test_who_leaves_a_team_steers_its_jobs_no_more(company: Company, role: Role | None) -> None:
+    """The work on a job uses its team's quotas, so that an owner who has left the team may only read the job."""
+    study = company.finished()
+    company.accounts.set_role("red", "owner", role, actor=OPERATOR)
+    company.server.app.state.services.authenticator.forget()
+    path = f"/v1/studies/{study.id}"
+    with company.http("owner") as owner, company.http("manager") as manager:
+        assert owner.get(path).json()["rights"] == []
+        assert owner.get(f"{path}/trials").status_code == 200
+        assert study.id in [each["id"] for each in owner.get("/v1/studies").json()["studies"]]
+        for answer in (
+            owner.post(f"{path}:resume"),
+            owner.patch(path, json={"notes": "mine"}, headers={"If-Match": "*"}),
+            owner.put(f"{path}/sharing", json={"sharing": "private"}),
+            owner.delete(path),
+            owner.post(f"{path}/trials/1:serve"),
+            owner.post(f"{path}/exports", json={"trial": 1, "dtype": "float32"}),
+        ):
+            assert answer.status_code == 403, answer.request.url
+            assert "belongs to team red, for which you may no longer submit jobs" in answer.json()["detail"]
+        assert manager.patch(path, json={"notes": "ours"}, headers={"If-Match": "*"}).status_code == 200
+    company.accounts.set_role("red", "owner", Role.MEMBER, actor=OPERATOR)
+    company.server.app.state.services.authenticator.forget()
+    with company.http("owner") as owner:
+        assert owner.get(path).json()["rights"] == ["use", "change"]
 
 
 def test_idempotency_keys_are_of_a_user(company: Company) -> None:
@@ -302,6 +418,17 @@ def test_administrators_manage_users_and_teams(company: Company) -> None:
         assert owner.get("/v1/me").status_code == 401
         actions = [entry["action"] for entry in root.get("/v1/audit?user=manager").json()["entries"]]
     assert actions == ["team.change", "team.change"]
+
+
+def test_a_refused_change_of_a_user_changes_nothing(company: Company) -> None:
+    """An administrator who cannot be demoted is not unbound from an identity by the same request."""
+    company.accounts.bind_identity("root", "https://login.example.org 1", actor=OPERATOR)
+    with company.http("root") as root:
+        assert root.patch("/v1/users/root", json={"identity": None, "is_admin": False}).status_code == 409
+        assert company.accounts.user("root").identity == "https://login.example.org 1"
+        assert "user.unbind" not in [entry.action for entry in company.accounts.audit()]
+        assert root.patch("/v1/users/root", json={"identity": None, "is_admin": True}).status_code == 200
+    assert company.accounts.user("root").identity is None
 
 
 def test_changes_of_jobs_are_in_the_audit_log(company: Company) -> None:

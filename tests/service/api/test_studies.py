@@ -584,6 +584,18 @@ def test_no_edit_is_lost(http: httpx.Client, server: ApiServer) -> None:
     assert http.get(path).json()["notes"] == "mine"
 
 
+def test_an_edit_says_why(http: httpx.Client, server: ApiServer) -> None:
+    """The event of an edit has the reason; a proxy may have marked the tag as weak."""
+    record = stored_study(server.store)
+    path = f"/v1/studies/{record.id}"
+    edited = http.patch(f"{path}?reason=a+deadline", json={"priority": -1}, headers={"If-Match": 'W/"0"'})
+    assert (edited.status_code, edited.json()["version"]) == (200, 1)
+    (payload,) = [event.payload for event in server.store.events(record.id) if event.kind == "steered"]
+    assert (payload["reason"], payload["changes"]) == ("a deadline", {"priority": [0, -1]})
+    wrong = http.patch(f"{path}?reason=a%0Ab", json={"priority": -2}, headers={"If-Match": "*"})
+    assert (wrong.status_code, wrong.json()["problems"][0]["field"]) == (422, "reason")
+
+
 def test_only_one_of_many_edits_at_once_is_stored(server: ApiServer) -> None:
     path = f"{server.url}/v1/studies/{stored_study(server.store).id}"
 

@@ -16,7 +16,7 @@ from service.server import _protection, serve
 from service.store import Store
 from service.store.accounts import AccountStore, Actor
 from service.types import Scope
-from tests.service.api.accounts import Company
+from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer, stored_study
 from tests.service.cli.terminals import Terminal
 
@@ -125,6 +125,16 @@ def test_a_deployment_gives_its_administrator(terminal: Terminal, tmp_path: Path
         assert accounts.find_token(token.digest) is not None
     assert accounts.find_token(tokens[0].digest) is None
     assert len(accounts.tokens()) == 2
+    for token in (tokens[0], tokens[1]):  # the earlier one, and one that an administrator revokes
+        if token is tokens[1]:
+            accounts.revoke_token(accounts.tokens()[1].id, actor=OPERATOR)
+        file.write_text(token.secret)
+        code, _, err = terminal.run(*command)
+        assert (code, f"the token {token.prefix}... is revoked, and stays so" in err) == (0, True)
+        assert (accounts.find_token(tokens[1].digest) is not None) == (token is tokens[0])
+    accounts.add_user("bob", is_admin=False, actor=OPERATOR)
+    code, _, err = terminal.run("users", "add", "bob", "--if-absent", "--token-file", file, "--data", tmp_path)
+    assert (code, "is one of user 'admin'; give another one" in err) == (2, True)
     file.write_text("short")
     code, _, err = terminal.run(*command)
     assert code == 2

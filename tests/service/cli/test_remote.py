@@ -325,7 +325,9 @@ def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> 
     edited = terminal.document("edit", name, "--tag", "a", "--tag", "b", "--max-samples", "5000", "--max-trials", "99")
     assert (edited["tags"], edited["version"]) == (["a", "b"], 1)
     assert site.store.job(study).document["limits"]["max_samples"] == 5000
-    terminal.document("edit", name, "--max-samples", "none")
+    terminal.document("edit", name, "--max-samples", "none", "--reason", "a deadline")
+    steered = [event.payload for event in site.store.events(study) if event.kind == "steered"]
+    assert [each["reason"] for each in steered] == [None, "a deadline"]
     assert site.store.job(study).document["limits"]["max_samples"] is None
     assert "nothing to edit" in terminal.refused("edit", name)
     copy = terminal.document(

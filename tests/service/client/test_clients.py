@@ -156,8 +156,9 @@ def test_a_study_is_found_by_id_beginning_and_name(site: Site, ask: Asker) -> No
 def test_a_study_is_paused_edited_cloned_and_stopped(site: Site, ask: Asker) -> None:
     study = ask("submit", {**site.document, "name": site.new_name()})["id"]
     assert ask("pause", study, reason="noon")["state"] == "PAUSED"
-    edited = ask("edit", study, {"tags": ["math"], "max_trials": 99})
+    edited = ask("edit", study, {"tags": ["math"], "max_trials": 99}, reason="more")
     assert (edited["tags"], edited["version"]) == (["math"], 1)
+    assert site.store.events(study)[-1].payload["reason"] == "more"
     with pytest.raises(RequestRefused, match="was edited meanwhile"):
         ask("edit", study, {"tags": []}, version=0)
     copy = ask("clone", study, {"name": "copy", "search": {"seed": 5, "max_trials": None}})

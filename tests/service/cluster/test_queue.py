@@ -126,6 +126,22 @@ def test_quotas_hold_jobs_back_and_say_so() -> None:
     assert found.shortage.text("red") == "quota gpu_hours of team red: 8.2 of 8 are used this month (UTC)"
 
 
+def test_small_jobs_do_not_pass_one_that_needs_more_replicas() -> None:
+    """Jobs of the same team that come later wait too, unless the quota can never hold the job before them."""
+    red = state(max_replicas=2)
+    entries = [running("r", "red"), waiting("a", "red", demand=Demand(2, 2)), waiting("b", "red"), waiting("c", "blue")]
+    choice = chosen(*entries, places=4, red=red)
+    assert choice.starts == ("c",)
+    found = choice.waiting["b"].shortage
+    assert found is not None
+    assert found.text("red") == (
+        "quota max_replicas of team red: 1 of 2 are used, and the rest is kept for a job before it"
+    )
+    assert chosen(*entries[1:], places=4, red=red).starts[0] == "a"
+    never = replace(entries[1], demand=Demand(3, 3))
+    assert set(chosen(entries[0], never, *entries[2:], places=4, red=red).starts) == {"b", "c"}
+
+
 def test_used_up_gpu_hours_end_running_jobs() -> None:
     """A running job gives its place up once; a driver that has not begun is left until it has."""
     red, entry = state(month=8, gpu_hours=8), running("r", "red")
@@ -447,9 +463,15 @@ def urgent(seed: int = 0, **options: Any) -> Simulation:
     return Simulation(seed, WEIGHTS, {"red": 0, "blue": 0, "green": 1}, priorities=(-5, 0, 0, 0, 5), **options)
 
 
+def wide(seed: int = 0, **options: Any) -> Simulation:
+    """A team always has jobs of one replica and of as many as its quota permits."""
+    return Simulation(seed, {"blue": TeamLimits(max_replicas=2)}, {"blue": 3}, **options)
+
+
 CHECKS: dict[str, tuple[Callable[..., Simulation], Callable[[Simulation], None]]] = {
     "shares": (fair, check_shares),
     "starvation": (busy, check_starvation),
+    "replicas": (wide, check_starvation),
     "quotas": (limited, check_quotas),
     "preemption": (urgent, check_preemption),
 }
@@ -492,6 +514,10 @@ MISTAKES: dict[str, tuple[str, Callable[..., Choice]]] = {
         changed(teams=lambda team: replace(team, limits=replace(team.limits, max_running=2))),
     ),
     "replicas do not count": ("quotas", changed(lambda entry: replace(entry, demand=Demand(0, 1)))),
+    "jobs with few replicas pass": (
+        "replicas",
+        changed(lambda entry: replace(entry, priority=-entry.demand.replicas)),
+    ),
     "GPU-hours have no end": (
         "quotas",
         changed(teams=lambda team: replace(team, limits=replace(team.limits, gpu_hours=None))),

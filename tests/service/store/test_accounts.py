@@ -236,7 +236,9 @@ def job_of(team: str | None, sharing: Sharing) -> JobRecord:
 @pytest.mark.parametrize(
     ("account", "sharing", "rights"),
     [
-        (Account("ann"), Sharing.PRIVATE, "ruc"),
+        (Account("ann", roles={"red": Role.MEMBER}), Sharing.PRIVATE, "ruc"),
+        (Account("ann", roles={"red": Role.VIEWER}), Sharing.PRIVATE, "r"),
+        (Account("ann"), Sharing.PRIVATE, "r"),
         (Account("eve"), Sharing.TEAM, ""),
         (Account("eve"), Sharing.ALL, "r"),
         (Account("eve", is_admin=True), Sharing.PRIVATE, "ruc"),

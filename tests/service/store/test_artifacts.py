@@ -273,3 +273,20 @@ def test_what_is_not_there_is_refused(artifacts: ArtifactStore, study: str, tmp_
     (tmp_path / "empty").mkdir()
     with pytest.raises(Conflict, match="holds no file"):
         artifacts.put(study, "a", tmp_path / "empty")
+
+
+def test_a_source_counts_for_the_team_of_the_study_that_has_it(store: Store, place: Place, tmp_path: Path) -> None:
+    """Studies of another team that name a study as a source do not use up the quota of that study's team."""
+    artifacts = ArtifactStore(store, place.location)
+    red, blue = (
+        store.create_job(kind="search", name=team, document={}, accepted=NOTHING.to_json(), team=team).id
+        for team in ("red", "blue")
+    )
+    for name, text in (("expert", "12345"), ("model", "1234567")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "weights").write_text(text)
+    artifacts.put(red, "math", tmp_path / "expert")
+    source = artifacts.put(red, "source-0123456789abcdef-bfloat16", tmp_path / "model")
+    assert artifacts.num_bytes_of_team("red") == 5
+    artifacts.keep(blue, f"source-{source.digest[:16]}", source.digest)
+    assert (artifacts.num_bytes_of_team("red"), artifacts.num_bytes_of_team("blue")) == (5, 7)

@@ -422,7 +422,9 @@ def test_the_commands_back_up_and_restore(tmp_path: Path, capsys: pytest.Capture
     assert "1 jobs (0 unfinished)" in shown.out
     assert "4 files" in shown.out
     assert main(["restore", out, "--data", new]) == 0
-    assert "1 jobs restored; 0 continue when a server is started" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "1 jobs restored; 0 continue when a server is started" in said
+    assert "a token that was revoked since is valid again" in said
     assert main(["restore", out, "--data", new, "--json"]) == 2
     assert "has data already" in capsys.readouterr().err
     assert backups.read_backup(Path(out)).files == 4

@@ -228,6 +228,23 @@ def test_max_trials_may_change_while_a_search_runs(
         assert {trial.state.is_finished for trial in again.trials} == {True}
 
 
+@pytest.mark.parametrize("scheduler", ["hyperband", "racing"])
+@pytest.mark.parametrize(("max_trials", "max_samples"), [(22, None), (14, 900)])
+def test_an_edited_search_survives_kills(
+    tmp_path: Path, begun: Begun, scheduler: Scheduler, max_trials: int, max_samples: int | None
+) -> None:
+    """A study whose drivers are killed after an edit has the trials of one that is not killed."""
+
+    def searched(directory: Path, kills: tuple[int, ...]) -> list[tuple[Any, ...]]:
+        store, study = begun(directory, scheduler, 36, 14)
+        driven(store, study, kills, scheduler=scheduler, max_trials=max_trials, max_samples=max_samples)
+        return trial_list(store, study)
+
+    whole = searched(tmp_path / "whole", ())
+    assert len(whole) != 24, "the edit has changed the search"  # 14 proposals and 10 baselines without it
+    assert whole == searched(tmp_path / "killed", (0, 5))
+
+
 def test_trials_that_are_proposed_are_kept(tmp_path: Path, begun: Begun) -> None:
     """A bracket that is open has at least the trials that it has."""
     store, study = begun(tmp_path, "hyperband", 36, 14)
