@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from service.jobs.completers import Place
-from service.jobs.finetune.events import WORKERS
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import ENGINE, WORKERS
 from service.jobs.serving.engines import Choice, IdleTimer, Situation, choose, searches
 from service.types import JobRecord, JobState
 
@@ -77,7 +76,7 @@ def test_only_studies_with_drivers_are_searches() -> None:
     """Studies whose driver lives are searches; those with the same models are users. Fine-tunings start, too."""
     jobs = [
         job("ours"),
-        replace(job("other", waiting_for=ENGINE), accepted={"fingerprints": {"base": "c"}}),
+        replace(job("other", waiting_for=f"{ENGINE}: 1 of 2: starts vLLM"), accepted={"fingerprints": {"base": "c"}}),
         job("dead", heard_at=1.0),
         job("queued", heard_at=None),
         job("chat", kind="serving", waiting_for=ENGINE),
