@@ -347,7 +347,7 @@ def _parser() -> argparse.ArgumentParser:
         "file",
         type=Path,
         metavar="FILE",
-        help="study file, specification of a fine-tuning, or request to serve a study",
+        help="study file, specification of a fine-tuning or serving request",
     )
     command.add_argument("--watch", action="store_true", help="then watch the job until it ends")
     command.add_argument(

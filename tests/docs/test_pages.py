@@ -33,10 +33,13 @@ from service.api.routes import (
     models,
     notifications,
     operations,
+    plots,
     queue,
     ray_dashboard,
     results,
+    samples,
     served,
+    trials,
 )
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
@@ -375,7 +378,10 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
         events,
         models,
         finetunes,
+        trials,
+        samples,
         results,
+        plots,
         exports,
         accounts,
         login,
