@@ -69,7 +69,7 @@ def alignments_dir(directory: Path) -> Path:
 
 
 def data_dir_of(work_dir: Path) -> Path:
-    """Data directory of the server whose job has the directory `work_dir` (inverse of `job_dir`)."""
+    """Data directory of the server whose job has the directory `work_dir` (inverse of the function `job_dir`)."""
     return work_dir.parents[1]
 
 

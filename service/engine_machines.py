@@ -67,8 +67,8 @@ def has_gpus(machines: Sequence[EngineMachines]) -> bool:
 def known_machines(machines: Sequence[EngineMachines]) -> Iterator[None]:
     """Context in which checks of studies take `machines` as the machines of the Ray cluster.
 
-    Inside the context, `runs_on_gpus` looks at their GPUs, so that a machine without GPUs can check studies for
-    machines with GPUs.
+    Inside the context, the function `runs_on_gpus` takes the GPUs of these machines into account, so that a machine
+    without GPUs can check studies for machines with GPUs.
     """
     token = _known.set(tuple(machines))
     try:
@@ -81,8 +81,8 @@ def known_machines(machines: Sequence[EngineMachines]) -> Iterator[None]:
 def planned_for(machines: Sequence[EngineMachines]) -> Iterator[None]:
     """Context in which studies are checked for the machines in `machines` instead of the existing machines.
 
-    Inside the context, `stated_machines` returns `machines`, so that a study can be planned for machines of another
-    kind.
+    Inside the context, the function `stated_machines` returns `machines`, so that a study can be planned for machines
+    of another kind.
     """
     token = _planned.set(tuple(machines))
     try:
@@ -151,7 +151,7 @@ def runs_on_gpus(*, on_vllm: bool = True) -> bool:
 
     Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise,
     engines run on GPUs in two cases: the installed PyTorch is a build for GPUs, with which vLLM runs on GPUs only; or
-    `stated_machines` or the machines of the Ray cluster (`known_machines`) have GPUs.
+    the stated machines (`stated_machines`) or the machines of the Ray cluster (context `known_machines`) have GPUs.
     """
     if planned := _planned.get():
         return has_gpus(planned)

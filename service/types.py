@@ -62,7 +62,7 @@ RESUMED_BY_REQUEST = "resumed by request"
 
 
 class TrialState(StrEnum):
-    """State of a trial, with the names of Optuna.
+    """State of a trial; the states have Optuna's names.
 
     A PRUNED trial was scored, but not on all samples of the search.
     """
@@ -84,7 +84,7 @@ class Origin(StrEnum):
     - `source`: a baseline whose recipe is the base model or one expert alone
     - `published`: a baseline whose recipe is from the literature or common practice
     - `search`: a proposal of the searcher
-    - `refined`: a trial of the search whose coefficients were learned further after the search
+    - `refined`: a trial of the search with coefficients that gradients improved after the search
     - `user`: a recipe that the user gave
     """
 
@@ -195,9 +195,9 @@ class Estimate:
 class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
-    `rung` is the rung's index from 0. `num_samples` has the number of the rung's samples, `values` has their mean, and
-    `standard_errors` has the standard error of the mean, each keyed by objective. The standard error is None for a
-    single sample.
+    `rung` is the rung's index from 0. `num_samples` contains the number of the rung's samples, `values` contains their
+    mean, and `standard_errors` contains the standard error of the mean, each keyed by objective. The standard error is
+    None for a single sample.
     """
 
     rung: int
@@ -264,8 +264,8 @@ class TrialResult:
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if the trial is
       valid.
     - `rival`: number of the rival, the trial against which a scheduler has stopped this trial. Under racing, the rival
-      was ahead; under other schedulers, it is the last trial that the rung promoted, in the order of promotion. None
-      for trials that were not stopped, and for trials that early versions stopped.
+      was ahead; under other schedulers, the rival is the lowest-ranked of the trials that the rung promoted. None for
+      trials that were not stopped, and for trials that early versions stopped.
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.

@@ -112,6 +112,8 @@ class WorkerProcess:
     ) -> Result:
         """Run `function` with the given arguments in the process, and return its result or raise its error.
 
+        `timeout_s` limits the seconds of the call (None: no limit), and `limits` limits its processor time and memory.
+
         Raises:
             ProcessDied: The process ended before the call did.
             TimeoutError: The call took longer than `timeout_s` seconds; the process was killed.

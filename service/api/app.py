@@ -207,7 +207,7 @@ def create_app(
 
 
 def openapi_document() -> dict[str, Any]:
-    """OpenAPI document of the server's routes, without a server."""
+    """OpenAPI document of the server's routes, made without starting a server."""
     return _application(None).openapi()
 
 
@@ -231,7 +231,7 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
 def _router() -> APIRouter:
     """Router of all API routes except the routes of the documentation.
 
-    It is created once per process, because its creation takes 0.2 s.
+    The router is created once per process, because its creation takes 0.2 s.
     """
     router = APIRouter()
     for part in (

@@ -49,7 +49,7 @@ WINDOW = 1000
 
 
 class EventHub:
-    """Hub that sends the events of jobs to HTTP clients as streams. It is bound to one asyncio event loop.
+    """Hub that sends the events of jobs to HTTP clients as streams. A hub is bound to one asyncio event loop.
 
     PostgreSQL notifies the hub of new events. Without notifications, as with SQLite, the hub reads the events of each
     job that a client follows from `store` every `poll_s` seconds.

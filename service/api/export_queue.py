@@ -385,7 +385,7 @@ class Exports:
     def _alignments(self, record: ExportRecord) -> str | Path:
         """Location of the alignments of the exported trial's study: a directory, or the URL of an object store.
 
-        Alignments are maps between layers of different models, which some merges need. The location is the study's
+        Alignments are maps between layers of different models; some merges need alignments. The location is the study's
         directory of alignments if this directory exists; otherwise, it is the object store.
         """
         directory = alignments_dir(job_dir(self._data_dir, record.study))

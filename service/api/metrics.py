@@ -167,7 +167,7 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make the `read` function of a metric with one sample for each job: the number that `value` returns for the job.
+    """Make the function `read` of a metric with one sample for each job: the number that `value` returns for the job.
 
     Jobs for which `value` returns None get no sample.
     """
@@ -192,7 +192,7 @@ def _is_queued(scrape: Scrape) -> Samples:
 
 
 def _progress(key: str) -> Callable[[Scrape], Samples]:
-    """Make the `read` function of a metric that has one sample for each study, with a number of the study's progress.
+    """Make the function `read` of a metric that has one sample for each study, with a number of the study's progress.
 
     `key` is the name of the number in the study's stored progress, such as `samples_scored`. Studies without this
     number get no sample.
@@ -231,7 +231,7 @@ def _waits_s(stored: Stored, kind: str) -> list[float]:
 
 
 def _of_waits(value: Callable[[list[float]], float]) -> Callable[[Scrape], Samples]:
-    """Make the `read` function of a metric about how long jobs have waited for a driver.
+    """Make the function `read` of a metric about how long jobs have waited for a driver.
 
     A driver is a process that works on a job. The metric has one sample for each kind of job: the result of `value` for
     the seconds that each job of this kind has waited.

@@ -1,8 +1,8 @@
 """Access rules of routes: the scope that a token or session needs, and the right on the object that the request names.
 
-Every route depends on exactly one dependency of this module, which has the route's `Rule`. The application refuses to
-start if a route has no such dependency (`check_rules`), and the test of all routes and senders derives the expected
-statuses from the rules.
+Every route depends on exactly one dependency of this module, which declares the route's `Rule`. The application refuses
+to start if a route has no such dependency (function `check_rules`), and the test of all routes and senders derives the
+expected statuses from the rules.
 """
 
 from __future__ import annotations
@@ -293,8 +293,9 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 def needs_throughout(scope: Scope) -> Any:
     """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
-    The dependency refuses the senders that `needs` refuses. The value of the dependency is a function that returns the
-    sender of the request with its present rights, or None once the token or session is no longer valid.
+    The dependency refuses the senders that a dependency made by the function `needs` refuses. The value of the
+    dependency is a function that returns the sender of the request with its present rights, or None once the token or
+    session is no longer valid.
     """
 
     def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:

@@ -52,7 +52,7 @@ def below_root(path: str) -> str:
     """Add the server's path prefix, such as /mergesearch, to `path` if the current request was sent below the prefix.
 
     `path` is the path of a route. The result is the path under which the client of the current request reaches this
-    route. It is `path` itself if the request was sent without the prefix.
+    route. The result is `path` itself if the request was sent without the prefix.
     """
     return ROOT_PATH.get() + path
 

@@ -140,10 +140,11 @@ class Preflight(Protocol):
     ) -> FoundModels:
         """Find models in the directories that jobs of the account `reader` may read.
 
-        `under` is a directory to search in place of these directories, `text` is a text that models must have, and
-        `limit` is the largest number of models. `client` names the sender of the request, so that many requests of one
-        client do not delay other clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable
-        if no search is possible at the moment.
+        `under` is a directory to search in place of these directories, and `text` is a text that models must have; None
+        stands for no such restriction. `limit` is the largest number of models. `reader` is None at a server without
+        accounts. `client` names the sender of the request, so that many requests of one client do not delay other
+        clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible
+        at the moment.
         """
 
     async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:
@@ -155,7 +156,7 @@ class Preflight(Protocol):
 
 
 class PreflightProcess:
-    """Checker of submitted jobs (`Preflight`) that runs the checks in separate processes, the validators.
+    """Implementation of `Preflight` that runs the checks of submitted jobs in separate processes, the validators.
 
     - `context`: the files that jobs may read, and the earlier jobs that they may refer to; None means all files and no
       jobs
@@ -365,7 +366,10 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def search_models(access: FileAccess | None, **options: Any) -> FoundModels:
-    """Find models by `workers.models.listing.find_models`; raise InvalidQuery if `under` cannot be searched."""
+    """Find models by `workers.models.listing.find_models`, with the same arguments.
+
+    Raises InvalidQuery if the directory to search cannot be searched.
+    """
     try:
         return find_models(access, **options)
     except (PermissionError, NotADirectoryError) as error:

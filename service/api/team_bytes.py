@@ -24,10 +24,10 @@ __all__ = ["MeasuredExports", "TeamBytes"]
 
 @dataclass(frozen=True)
 class MeasuredExports:
-    """Sizes in bytes of the files of a team's exports before an admission, keyed by the export's id and state.
+    """Sizes in bytes of the files of a team's exports, keyed by the export's id and state.
 
-    An export's files change only when its state changes. If an export is removed after the measurement, its files do
-    not count.
+    The sizes are measured before quotas are checked (`Store.admission`). An export's files change only when its state
+    changes. If an export is removed after the measurement, its files do not count.
     """
 
     num_bytes: Mapping[tuple[str, ExportState], int]
@@ -71,10 +71,10 @@ class TeamBytes:
             )
 
     def measure(self, team: str | None, *, with_job: str | None = None) -> MeasuredExports:
-        """Measure the files of a team's exports, and the files of the exports of the job `with_job`.
+        """Measure the files of a team's exports, and the files of the exports of the job `with_job` (None: no job).
 
-        Callers measure before they begin an admission, because other requests wait for its end. Without a quota of
-        exports nothing is measured.
+        Callers measure before they check quotas and store the export or job (`Store.admission`), because other requests
+        wait meanwhile. Without a quota of exports nothing is measured.
         """
         if team is None or self._accounts.team(team).limits.export_bytes is None:
             return MeasuredExports({})

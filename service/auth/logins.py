@@ -275,9 +275,9 @@ def user_name(claims: Mapping[str, Any], claim: str | None) -> str:
 def team_roles(claims: Mapping[str, Any], settings: OidcSettings) -> dict[str, Role | None]:
     """Compute the user's role in each team of `settings.teams` from the groups in the claims of an ID token.
 
-    If several groups give the user a role in a team, the result has the role with the most rights. If no group gives
-    the user a role in a team, the role is None. If the claim with the groups is missing, the user is in no group. The
-    result is empty if `settings.groups_claim` is None. Raises LoginRefused if the claim is not a list of texts.
+    If several groups give the user a role in a team, the result contains the role with the most rights. If no group
+    gives the user a role in a team, the role is None. If the claim with the groups is missing, the user is in no group.
+    The result is empty if `settings.groups_claim` is None. Raises LoginRefused if the claim is not a list of texts.
     """
     if settings.groups_claim is None:
         return {}

@@ -84,8 +84,8 @@ def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: st
 
     The token comes, for example, from a Kubernetes secret. Tokens that were stored for the deployment before are
     revoked. If `token` itself is stored already, it is not changed. `scope` is the name of the token's scope, which
-    says for which requests it can be used. `accounts` is the account store, and `actor` is who makes the change, for
-    the audit log.
+    says for which requests the token can be used. `accounts` is the account store, and `actor` is who makes the change,
+    for the audit log.
     """
     found = accounts.find_token(token.digest)
     for other in accounts.tokens(user.name):

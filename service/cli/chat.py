@@ -27,12 +27,12 @@ UNAVAILABLE = 503
 
 @dataclass(frozen=True)
 class ChatOptions:
-    """Options of a chat.
+    """Options of the command `mergesearch chat`.
 
     - `is_text`: whether the prompt is a text to complete, rather than a message of a chat
     - `system`: the system message; None for the system message of the study, if the study has one
     - `request`: further fields of requests, such as `max_tokens`
-    - `idle_minutes`, `shares_engines`: as in `Client.serve`
+    - `idle_minutes`, `shares_engines`: as in the method `Client.serve`
     - `wait_s`: seconds to wait for an engine
     """
 
@@ -126,8 +126,8 @@ class Chat:
     def _number(self, study: JobDocument, name: str, known: Mapping[int, str]) -> int:
         """Find the number of the trial that the user calls `name`: its number, its label, or "best".
 
-        `known` has the labels of the study's trials, keyed by their numbers. Raises NotFound if the study has no such
-        trial.
+        `known` contains the labels of the study's trials, keyed by their numbers. Raises NotFound if the study has no
+        such trial.
         """
         if name.isascii() and name.isdecimal() and int(name) in known:
             return int(name)

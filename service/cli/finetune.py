@@ -121,8 +121,8 @@ def _quiet(text: str) -> None:
 def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
     """Context that prints new losses and evaluations of running trainings every 5 s.
 
-    `places` has the directory of each training, keyed by the alias of the expert, the model that is trained. The output
-    is text on standard error or, if `as_json` is True, JSON lines on standard output.
+    `places` contains the directory of each training, keyed by the alias of the expert, the model that is trained. The
+    output is text on standard error or, if `as_json` is True, JSON lines on standard output.
     """
     done = threading.Event()
     shown = {alias: len(read_history(place / METRICS)) for alias, place in places.items()}

@@ -77,10 +77,10 @@ class JobView:
         """Download a merged model or trained expert of a job to the new directory `out`.
 
         `name` is the trial of a study (a number or "best"), or the alias of a fine-tuning's expert. `dtype` is the
-        dtype of a study's merged model; None means the dtype of the study's inference engines. `prefer` has the weight
-        of each objective, keyed by name. If it is not None, the weights choose the trial of a study, and `name` must be
-        "best". Raises InvalidPreference if `prefer` is given and `name` is not "best", and Conflict if jobs of this
-        kind have no models.
+        dtype of a study's merged model; None means the dtype of the study's inference engines. `prefer` contains the
+        weight of each objective, keyed by name. If it is not None, the weights choose the trial of a study, and `name`
+        must be "best". Raises InvalidPreference if `prefer` is given and `name` is not "best", and Conflict if jobs of
+        this kind have no models.
         """
         raise Conflict(f"{job['name']}: is a {self._kind.noun}, which has no models to export")
 

@@ -1,4 +1,4 @@
-"""The blocking client of the server: it sends the HTTP requests that generators in `flows` and `events` yield."""
+"""The blocking client of the server: it sends the HTTP requests that generators in other modules yield."""
 
 from __future__ import annotations
 

@@ -129,8 +129,8 @@ class EventReader:
     def _events(self, fields: Mapping[str, str]) -> Iterator[Event]:
         """Yield the event that the given `fields` of the stream describe, unless it was yielded before.
 
-        `fields` has texts, keyed by name, such as "data". Raises KeyError or ValueError if the fields do not describe
-        an event of the server.
+        `fields` contains texts, keyed by name, such as "data". Raises KeyError or ValueError if the fields do not
+        describe an event of the server.
         """
         data, kind = json.loads(fields["data"]), fields["event"]
         if "id" not in fields:

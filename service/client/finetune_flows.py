@@ -1,4 +1,4 @@
-"""Client methods about fine-tunings, as generators that yield HTTP requests and return results (see `flows`)."""
+"""Client methods about fine-tunings, as generators that yield HTTP requests and return results (see `flows.py`)."""
 
 from __future__ import annotations
 

@@ -143,8 +143,8 @@ def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -
 def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "mergekit") -> Flow[BegunStudyDocument]:
     """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
 
-    The merge is among `search.recipes`, so that it is scored beside the merges that the search proposes. Fill in the
-    objectives, and submit the study.
+    The merge is in `search.recipes`. As long as this key is in the file, the study scores the merge and the baselines,
+    and searches nothing. Fill in the objectives, and submit the study.
 
     Args:
         configuration: Path of a mergekit file, or the content of such a file.
@@ -392,7 +392,7 @@ def trials(
         study: Id of the study.
         state: State of the trials to list, such as "COMPLETE"; None lists trials in any state.
         origin: Where the recipes of the listed trials are from: "source" (a source model alone), "published", "search",
-            "refined" (learned further after the search) or "user"; None lists trials of any origin.
+            "refined" (improved by gradients after the search) or "user"; None lists trials of any origin.
         sort: Field to sort by, such as "value.math", "samples" or "parameter.scale"; with "-" before the field, as in
             "-mean", the largest value is first. If the field is a value of objectives, trials that were scored on all
             samples are first.
@@ -485,8 +485,9 @@ def samples(
     Returns:
         The samples, with the link "next" to the samples after them. With `against`, "counts" has the numbers of samples
         that both trials, only one trial, or neither trial has right, and "difference" has the paired difference with
-        its 95 % interval. "counts" and "difference" are computed over all samples that both trials have.
-        The metric "entropy" of images knows no right answers: "counts" is None then, and `only` may be "differs" alone.
+        its 95 % interval. "counts" and "difference" are computed over all samples that both trials have. With the
+        metric "entropy" of images, which does not depend on right answers, "counts" is None, and `only` may be
+        "differs" alone.
 
     Raises:
         RequestRefused: The study has no such trial (status 404) or objective (status 422).

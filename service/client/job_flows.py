@@ -237,7 +237,7 @@ def pause(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     """Pause a job until it is resumed.
 
     The driver, the process that works on the job, ends as soon as the samples that are being scored are stored; the job
-    is PAUSED then. A fine-tuning that is resumed continues from its last checkpoint. A job that was asked to pause
+    is then PAUSED. A fine-tuning that is resumed continues from its last checkpoint. A job that was asked to pause
     before is not changed.
 
     Args:

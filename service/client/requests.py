@@ -42,7 +42,7 @@ RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 
 @dataclass(frozen=True)
 class Call:
-    """HTTP request to a server, which the client has not sent yet.
+    """HTTP request that the client has not sent to the server yet.
 
     `method` is the HTTP method. `path` starts with a slash and is percent-encoded. `query` has the parameters of the
     URL's query. `content` is the body; None sends none.
@@ -59,7 +59,7 @@ class Call:
 class Response:
     """HTTP response of a server to a request of the client.
 
-    `content` is the body. `headers` has the headers, keyed by name; the names are in lower case.
+    `content` is the body. `headers` contains the headers, keyed by name; the names are in lower case.
     """
 
     url: str

@@ -76,7 +76,7 @@ def timeout(timeout_s: float) -> httpx.Timeout:
 def listening() -> httpx.Timeout:
     """Timeouts, in httpx's form, of a request for an event stream.
 
-    Its connection counts as lost after 45 s without data.
+    The connection counts as lost after 45 s without data.
     """
     return timeout(SILENCE_S)
 

@@ -203,8 +203,8 @@ def _is_dead(process: psutil.Process) -> bool:
 def _watch(vital: list[psutil.Process], stopping: threading.Event, data_dir: Path) -> str:
     """Wait until the Ray cluster of this process fails or is no longer needed, and return the reason.
 
-    The cluster has failed if one of the processes `vital` has died. It is no longer needed if `stopping` is set, or if
-    no server has used `data_dir`, a server's data directory, for 600 s.
+    The cluster has failed if one of the processes `vital` has died. The cluster is no longer needed if `stopping` is
+    set, or if no server has used `data_dir`, a server's data directory, for 600 s.
     """
     served_at = time.monotonic()
     while not stopping.wait(POLL_S):

@@ -230,8 +230,8 @@ def choose(entries: Sequence[Entry], teams: Mapping[str | None, TeamState], *, p
 def estimated_starts(choice: Choice, ends: Mapping[str, float | None]) -> dict[str, float]:
     """Estimate when waiting jobs will get a place (the right to run), in seconds since the epoch.
 
-    `choice` has the waiting jobs in the order of the queue. `ends` has the expected end of each running job, keyed by
-    the job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free
+    `choice` has the waiting jobs in the order of the queue. `ends` contains the expected end of each running job, keyed
+    by the job's id; None if the end is not known. The first job that waits for a place gets the place that becomes free
     first, and so on. The running times of waiting jobs are not known. Therefore a waiting job has an estimate only if
     it will get the place of a running job with a known end; the result leaves the other waiting jobs out.
     """

@@ -632,9 +632,9 @@ class RayCluster:
         """Store that a running job must end for now; its driver is asked to end in the reconciler's next round.
 
         A driver is the process that works on a job. A place is the right to run, which served studies do not need.
-        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` has all jobs,
-        keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other job;
-        only the audit log names it.
+        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` contains all
+        jobs, keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other
+        job; only the audit log names it.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"
@@ -751,7 +751,7 @@ class RayCluster:
     def _ray_job(self, job: JobRecord) -> tuple[str | None, str | None]:
         """State of the Ray Job that ran the last driver (process) of a job, and Ray's message about it on one line.
 
-        The message is None if Ray has no message. Both are None if the cluster does not know the Ray Job.
+        The message is None if Ray has no message. State and message are None if the cluster does not know the Ray Job.
         """
         if job.submissions == 0:
             return None, None

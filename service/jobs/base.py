@@ -181,8 +181,8 @@ class JobKind:
     - `example`: a submitted document, shown in the API's documentation.
     - `is_document`: whether a parsed document describes a job of this kind, for clients that know only the file.
     - `load`: reads a file that describes a job; returns its document in canonical form, with absolute paths.
-    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. It must be defined at the top level of
-      a module, because the server calls it in another process.
+    - `accept`: checks a parsed document. Raises InvalidStudy with every problem. The function must be defined at the
+      top level of a module, because the server calls it in another process.
     - `models`: returns the directories, hub ids and URLs of the models that an accepted job reads; if such a model is
       an artifact of another job, it becomes an artifact of the new job too.
     - `work`: continues a stored job from its stored state to its end, and stores how the job ended.
@@ -193,13 +193,13 @@ class JobKind:
     - `edited`: returns the document of a stored job with the options that an editing request gives; labels such as the
       name are changed elsewhere. Raises Conflict if the options cannot change now, and InvalidStudy with every problem.
     - `links`: last parts of the routes below a job that the job's document links to.
-    - `demand`: returns what a stored job occupies while it runs.
+    - `demand`: returns the numbers of replicas and GPUs that a stored job occupies while it runs.
     - `time_left_s`: returns the seconds that a running job still takes, as of its last heartbeat; None if the progress
       allows no estimate.
     - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
-    - `takes_place`: whether a job takes one of the places of jobs that run at the same time.
-    - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. It
-      is None if jobs of this kind have a team and sharing of their own.
+    - `takes_place`: whether a running job counts towards the number of jobs that may run at the same time.
+    - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. The
+      field `study_of` is None if jobs of this kind have a team and sharing of their own.
     - `is_used`: whether a job is kept because another job was made from it, although no document of the other job
       names it.
     - `resumable`: which jobs of this kind can be resumed, as words that follow `noun` in an error message, such as

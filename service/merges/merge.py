@@ -150,9 +150,9 @@ def check_merge(
 ) -> MergePlan:
     """Check a merge without writing or downloading anything, and return its plan: models, layers and sizes.
 
-    `file` describes the merge. `directories` has directories of models, keyed by name, and `out` is the directory in
-    which the merged model would be written. `dtype` is the dtype of the merged model; None uses the dtype that the file
-    states. `strict` treats warnings, which are about keys of the file without effect, as errors. `document` is the
+    `file` describes the merge. `directories` contains directories of models, keyed by name, and `out` is the directory
+    in which the merged model would be written. `dtype` is the dtype of the merged model; None uses the dtype that the
+    file states. `strict` treats warnings, which are about keys of the file without effect, as errors. `document` is the
     parsed content of `file`; None reads the file. `note` is called with messages about slow reads. Raises InvalidRecipe
     for problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if `out` contains
     anything but this merged model, or if its disk has too little space.
@@ -251,10 +251,10 @@ def _prepare(
 ) -> _PreparedMerge:
     """Read the file that describes a merge, and open and check its models.
 
-    `document` is the parsed content of `file`; None reads the file. `directories` has directories of models, keyed by
-    name. `dtype` replaces the dtype that the file states; None keeps it. `strict` treats warnings as errors. `fetching`
-    says how weights are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`). All
-    problems of the file, the models and `out` are raised as one error.
+    `document` is the parsed content of `file`; None reads the file. `directories` contains directories of models, keyed
+    by name. `dtype` replaces the dtype that the file states; None keeps it. `strict` treats warnings as errors.
+    `fetching` are the arguments `downloads` (whether weights may be downloaded) and `note` (a function for messages) of
+    `_bank`. All problems of the file, the models and `out` are raised as one error.
     """
     warnings: list[str] = []
     document = document or read_document(file, warn=warnings.append)
@@ -298,9 +298,9 @@ def _of_recipe(
 ) -> _PreparedMerge | None:
     """Open and check the models of a merge that a recipe describes.
 
-    `document` is the recipe. `directories` has the directories of the models, keyed by alias. Problems that are found
-    are added to `problems`. The result is None if the problems prevent opening the models. `fetching` says how weights
-    are opened: whether they may be downloaded (`downloads`), and a function for messages (`note`).
+    `document` is the recipe. `directories` contains the directories of the models, keyed by alias. Problems that are
+    found are added to `problems`. The result is None if the problems prevent opening the models. `fetching` are the
+    arguments `downloads` (whether weights may be downloaded) and `note` (a function for messages) of `_bank`.
     """
     recipe = Recipe.from_json(document)
     template = document.get("chat_template")
@@ -345,10 +345,10 @@ def _of_configuration(
 ) -> _PreparedMerge | None:
     """Open and check the models of a merge that a mergekit configuration describes.
 
-    `document` is the configuration, and `file` is the file that it is from. `directories` has directories of models,
-    keyed by name. `fetching` says how weights are opened: whether they may be downloaded (`downloads`), and a function
-    for messages (`note`). The models are checked even if other parts of the configuration are wrong. All problems that
-    are found are added to `problems`. If problems were found, the result is None.
+    `document` is the configuration, and `file` is the file that it is from. `directories` contains directories of
+    models, keyed by name. `fetching` are the arguments `downloads` (whether weights may be downloaded) and `note` (a
+    function for messages) of `_bank`. The models are checked even if other parts of the configuration are wrong. All
+    problems that are found are added to `problems`. If problems were found, the result is None.
     """
     warn = problems.warnings.append
     configuration = read_configuration(document, warn=warn, problems=problems.of_file)
@@ -410,10 +410,10 @@ def _opened(
 ) -> ResolvedFamily | None:
     """Locate the models of a merge, check their headers, and add all problems that are found to `problems`.
 
-    `base` is the base model's alias. `places` has the directory, hub id or URL of each model and adapter, keyed by
-    alias. `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` has the model that an
-    adapter changes, keyed by the adapter's alias, if this model is not the base. `unmerged` has the models that the
-    configuration states but does not merge: their names in error messages, keyed by alias. The result is None if
+    `base` is the base model's alias. `places` contains the directory, hub id or URL of each model and adapter, keyed by
+    alias. `tokenizer` and `vocabulary` say which vocabulary the merged model has. `adapted` contains the model that an
+    adapter changes, keyed by the adapter's alias, if this model is not the base. `unmerged` contains the models that
+    the configuration states but does not merge: their names in error messages, keyed by alias. The result is None if
     `problems` has any problem, from before or from this call. If the base is missing, nothing is checked, and the
     result is None too.
     """

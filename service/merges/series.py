@@ -57,11 +57,11 @@ def check_merges(
 
     The plans are keyed by the merge's name, in the order of merging. The name of the final merge is "". If a source of
     a merge is another merge of the file that is not written yet, the merge cannot be checked. In this case the result
-    has the names of the missing sources in place of a plan. `directories` has directories of models, keyed by name, and
-    `out` is the directory of the final merge. `strict` treats warnings as errors, and `note` is called with messages.
-    `options` are passed on to `check_merge`. Raises InvalidRecipe for problems of the file, InvalidModel for problems
-    of the models or of `out`, and Conflict if the directory of a merge contains anything but this merge, or if its disk
-    has too little space. Problems of several merges are raised as one error.
+    contains the names of the missing sources in place of a plan. `directories` contains directories of models, keyed by
+    name, and `out` is the directory of the final merge. `strict` treats warnings as errors, and `note` is called with
+    messages. `options` are passed on to the function `check_merge`. Raises InvalidRecipe for problems of the file,
+    InvalidModel for problems of the models or of `out`, and Conflict if the directory of a merge contains anything but
+    this merge, or if its disk has too little space. Problems of several merges are raised as one error.
     """
     place = intermediate_dir(out)
     checked: dict[str, MergePlan | tuple[str, ...]] = {}
@@ -97,11 +97,11 @@ def merge_all(
     """Write all merges that a file describes, each after the merges that it uses; return `out`.
 
     `out` is the directory of the final merge. Named merges are written next to it; named merges that exist already are
-    not changed. `directories` has directories of models, keyed by name. `dtype` is the dtype of the final merge alone.
-    `strict` treats warnings as errors, and `note` is called with messages. `details` are passed on to `merge_file`,
-    which writes each merge. Raises InvalidRecipe for problems of the file, InvalidModel for problems of the models or
-    of `out`, and Conflict if the directory of a merge contains anything but this merge, or if its disk has too little
-    space.
+    not changed. `directories` contains directories of models, keyed by name. `dtype` is the dtype of the final merge
+    alone; None uses the dtype that the file states. `strict` treats warnings as errors, and `note` is called with
+    messages. `details` are passed on to the function `merge_file`, which writes each merge. Raises InvalidRecipe for
+    problems of the file, InvalidModel for problems of the models or of `out`, and Conflict if the directory of a merge
+    contains anything but this merge, or if its disk has too little space.
     """
     place = intermediate_dir(out)
     details |= {"strict": strict, "note": note}
@@ -161,9 +161,9 @@ def _final(file: Path, names: Sequence[str | None], used: Mapping[int, tuple[str
     """Index of the final merge, the one that is written as the result, among the documents of `file`.
 
     The final merge is the only document without a name. If all documents have names, the final merge is the only
-    document that no other document uses. `names` are the documents' names. `used` has the names of the merges that each
-    document uses, keyed by index. Raises InvalidRecipe if no document is the final merge, or if several documents could
-    be the final merge.
+    document that no other document uses. `names` are the documents' names, None for a document without a name. `used`
+    contains the names of the merges that each document uses, keyed by index. Raises InvalidRecipe if no document is the
+    final merge, or if several documents could be the final merge.
     """
     unnamed = [number for number, name in enumerate(names) if name is None]
     needed = {name for uses in used.values() for name in uses}

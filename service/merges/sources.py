@@ -89,8 +89,8 @@ def aliases_of(models: tuple[str, ...]) -> dict[str, str]:
 def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> str:
     """Vocabulary that a mergekit configuration states for the merged model: "base", "union", or a model's alias.
 
-    If the configuration states no vocabulary, the result is "base". `aliases` has the alias of each model, keyed by its
-    name in the configuration.
+    If the configuration states no vocabulary, the result is "base". `aliases` contains the alias of each model, keyed
+    by its name in the configuration.
     """
     source = configuration.tokenizer_source
     if source is None or source in ("base", "union", configuration.base):
@@ -101,7 +101,7 @@ def tokenizer_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> s
 def vocabulary_of(configuration: MergekitConfig, aliases: Mapping[str, str]) -> dict[str, Any]:
     """Convert a mergekit configuration's options about the merged vocabulary to a recipe's key `vocabulary`.
 
-    `aliases` has the alias of each model, keyed by its name in the configuration.
+    `aliases` contains the alias of each model, keyed by its name in the configuration.
     """
     found: dict[str, Any] = {}
     if configuration.tokenizer_source == "union":
@@ -122,8 +122,9 @@ def vocabulary_kept(
 
     If `configuration` states a vocabulary, this vocabulary is chosen. If `configuration` states no vocabulary, the
     base's vocabulary is chosen, unless an adapter among the opened models (`sources`) has embedding rows for new
-    tokens: then the union is chosen. `aliases` has the alias of each model, keyed by its name in the configuration.
-    `warn` is called with messages about embedding rows that are left out, and about tokens without a row.
+    tokens: then the union is chosen. `aliases` contains the alias of each model, keyed by its name in the
+    configuration. `warn` is called with messages about embedding rows that are left out, and about tokens without a
+    row.
     """
     wanted = chosen = tokenizer_of(configuration, aliases)
     for model, alias in aliases.items():
@@ -150,12 +151,12 @@ def vocabulary_kept(
 def check_own_tokens(
     configuration: MergekitConfig, aliases: Mapping[str, str], sources: ResolvedFamily, warn: Callable[[str], None]
 ) -> None:
-    """Check the entries under `tokenizer.tokens` of a mergekit configuration that have no `source`.
+    """Check the entries of the key `tokenizer.tokens` of a mergekit configuration that have no key `source`.
 
-    `source` names the model from which a token gets its embedding row. If every model in `sources` has an embedding row
-    for the token, the entry has no effect, and `warn` is called with a message that says so. Raises InvalidRecipe if a
-    model has no embedding row for the token. `aliases` has the alias of each model, keyed by its name in the
-    configuration.
+    The key `source` names the model from which a token gets its embedding row. If every model in `sources` has an
+    embedding row for the token, the entry has no effect, and `warn` is called with a message that says so. Raises
+    InvalidRecipe if a model has no embedding row for the token. `aliases` contains the alias of each model, keyed by
+    its name in the configuration.
     """
     problems = []
     for token in configuration.own_tokens:

@@ -22,12 +22,13 @@ BASE = "base"
 
 
 def study_of_file(file: Path, *, name: str, warn: Callable[[str], None]) -> dict[str, Any]:
-    """Begin a study file with the mergekit configuration in `file`, by `study_from_mergekit`.
+    """Begin a study file with the models and the merge of the mergekit configuration in `file`.
 
     Models that are directories, relative to the folder of `file` or to the current directory, get absolute paths, so
     that the study file may be in another folder. Other names stay as they are.
 
-    Raises InvalidStudy if the file cannot be read as YAML, and the errors of `study_from_mergekit`.
+    The arguments `name` and `warn` are those of the function `study_from_mergekit`. Raises InvalidStudy if the file
+    cannot be read as YAML, and InvalidRecipe as that function does.
     """
     study = study_from_mergekit(read_document(file), name=name, warn=warn)
 
@@ -45,8 +46,9 @@ def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]
 
     `document` is the configuration, as parsed from YAML, and `name` is the name of the study and of the merge. The base
     of the study is the configuration's base, or its first model. The merge is in `search.recipes`, with the study's
-    names of the models, so that the study scores it in addition to the merges of the search. The objectives are empty.
-    `warn` is called with a line for each setting that has no effect, and if the configuration names no base.
+    names of the models. As long as this key is in the file, the study scores the merge and the baselines, and searches
+    nothing. The objectives are empty. `warn` is called with a line for each setting that has no effect, and if the
+    configuration names no base.
 
     Raises:
         InvalidRecipe: The document is no mergekit configuration, or a study cannot have its models.

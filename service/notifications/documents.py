@@ -50,7 +50,7 @@ def notification(job: JobRecord, notice: Notice, *, public_url: str | None) -> s
 
 
 def event_type(event: str) -> str:
-    """The `type` of the notification about an event (a change of a job, or a test), such as "job.complete"."""
+    """Value of the key `type` in the notification about an event (a change of a job, or a test): "job.complete" etc."""
     return event if event == TEST else f"job.{event}"
 
 

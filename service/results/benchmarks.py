@@ -1,8 +1,8 @@
 """Results on benchmarks: values of trials, averages of groups, and comparisons with the best baselines.
 
-As in the held-out stage (`finding`), merges are compared with the best source model and the best published recipe, on
-each benchmark and each average. Baselines are not compared. There are several merges and several values, so all
-intervals against one rival hold jointly (Bonferroni). Results on benchmarks select no trial.
+As in the held-out stage (module `finding`), merges are compared with the best source model and the best published
+recipe, on each benchmark and each average. Baselines are not compared. There are several merges and several values, so
+all intervals against one rival hold jointly (Bonferroni). Results on benchmarks select no trial.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class BenchmarkTable:
 
     @property
     def groups(self) -> Mapping[str, tuple[str, ...]]:
-        """Names of the benchmarks of each group."""
+        """Names of the benchmarks in each group of benchmarks, keyed by the group's name."""
         return _groups(self.columns)
 
 
@@ -235,7 +235,7 @@ def _judged(
 
     A judge is a language model that compares a completion with a reference answer; `judgments` are its stored answers.
     A rating has the judge's preference for each completion, in [0, 1], and the mean length of the completions. Recipes
-    of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` has the lengths of
+    of which a judgment is missing are left out. `facts` describes the benchmarks. `samples` contains the lengths of
     completions, keyed by recipe digest and benchmark.
     """
     by_benchmark: dict[str, list[JudgmentRecord]] = {}
@@ -255,10 +255,10 @@ def _with_judged(of_recipe: Samples, facts: Mapping[str, BenchmarkFacts], judged
     """Replace a recipe's sample values on judged benchmarks by the judge's preferences.
 
     A judge is a language model that compares completions with reference answers; its preference for a completion is a
-    number in [0, 1]. `of_recipe` has the stored sample values of the recipe, keyed by benchmark; on a judged benchmark,
-    the stored value is the length of the completion. `judged` has the judge's preferences and `facts` has the
-    description of the benchmarks, keyed by benchmark. A judged benchmark is left out as long as judgments are missing,
-    or if the judgments have too few verdicts.
+    number in [0, 1]. `of_recipe` contains the stored sample values of the recipe, keyed by benchmark; on a judged
+    benchmark, the stored value is the length of the completion. `judged` contains the judge's preferences and `facts`
+    contains the description of the benchmarks, keyed by benchmark. A judged benchmark is left out as long as judgments
+    are missing, or if the judgments have too few verdicts.
     """
     values = {n: array for n, array in of_recipe.items() if n not in facts or facts[n].judge is None}
     return values | {name: each.judged.values for name, each in judged.items() if each.judged.problem is None}
@@ -282,11 +282,11 @@ def _attacks(
 ) -> dict[str, AttackedValue]:
     """Compute the results of one merge on attacked benchmarks, keyed by benchmark.
 
-    An attack searches for the prompt template with which the merge has its lowest value. `found` has the result of each
-    attack, keyed by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and `own`
-    has the merge's sample values with the original templates. `facts` describes the benchmarks, and `bounds` has the
-    lowest and the highest value of a sample. A benchmark is left out until all samples with the attacked template are
-    scored.
+    An attack searches for the prompt template with which the merge has its lowest value. `found` contains the result of
+    each attack, keyed by benchmark. `samples` has the merge's sample values on all benchmarks with all templates, and
+    `own` has the merge's sample values with the original templates. `facts` describes the benchmarks, and `bounds` has
+    the lowest and the highest value of a sample. A benchmark is left out until all samples with the attacked template
+    are scored.
     """
     values = {}
     for name, each in found.items():

@@ -91,8 +91,9 @@ class ChunkTimes:
     def tokens_per_second(self, num_tokens: Mapping[str, int]) -> dict[str, float]:
         """Tokens per second during the scoring of holdout data, keyed by recipe digest.
 
-        `num_tokens` has the number of generated tokens, keyed by recipe digest. All recipes are given the same prompts
-        in this stage, so the rates can be compared. Recipes without a number of tokens or a measured time are left out.
+        `num_tokens` contains the number of generated tokens, keyed by recipe digest. All recipes are given the same
+        prompts in this stage, so the rates can be compared. Recipes without a number of tokens or a measured time are
+        left out.
         """
         seconds = self._holdout_s
         return {digest: number / seconds[digest] for digest, number in num_tokens.items() if seconds.get(digest)}

@@ -52,8 +52,8 @@ def trial_columns(
 ) -> dict[str, list[Any]]:
     """Return the trials of a study as columns: for each column's name, a list with a value or None for each trial.
 
-    A trial's values are its values at the highest rung that it has finished, so values of trials with different
-    `samples` are not comparable. The columns are:
+    A trial's values are its values at the highest rung that it has finished, so values of trials with different numbers
+    in the column `samples` are not comparable. The columns are:
 
     - `number`, `state`, `label`, `recipe_digest`: number, state and label of the trial, and the digest of its recipe
     - `origin`: where its recipe comes from, such as "search" or "source"
@@ -272,8 +272,8 @@ def optuna_trials(
     """Convert columns to trials of Optuna with the values of `objectives`, in this order.
 
     The columns are `state`, `value.NAME` of each objective, parameters, and any others, such as `invalid`. The range of
-    a parameter is computed from its values in the trials. `rungs` has the rungs of trials by `number`; with a single
-    objective, the values at rungs become intermediate values.
+    a parameter is computed from its values in the trials. `rungs` contains the rungs of trials, keyed by trial number;
+    with a single objective, the values at rungs become intermediate values.
     """
     shown = {column: _for_optuna(v) if column.startswith(PARAMETER) else v for column, v in columns.items()}
     ranges = {column: _range(values) for column, values in shown.items() if column.startswith(PARAMETER)}

@@ -38,12 +38,12 @@ def compare(
             left out.
 
     Returns:
-        The estimate of each objective (`estimate`) and their mean (`mean_of`), which is None if there are no objectives
-        to average. With `reference`, the result also has the paired differences "this trial minus reference", keyed by
-        objective, and the difference of the means under "mean".
+        The estimate of each objective, and the mean over the objectives in `mean_over`; the mean is None if there are
+        no objectives to average. With `reference`, the result also has the paired differences "this trial minus
+        reference", keyed by objective, and the difference of the means under "mean".
 
     Raises:
-        ValueError: `estimate` or `paired_difference` refuses the values.
+        ValueError: The values cannot be estimated or compared (functions `estimate` and `paired_difference`).
     """
     ranges = bounds or {}
     averaged = [name for name in mean_over if name in samples]

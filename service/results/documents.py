@@ -124,9 +124,9 @@ def has_directions(study: JobRecord) -> bool:
 
 
 def samples_document(run: RunRecord) -> SamplesDocument:
-    """Describe as JSON how many samples a run's trials took, and how many it takes to score every recipe in full.
+    """Describe as JSON how many samples a run's trials took, and how many samples all recipes would take in full.
 
-    Equal recipes count once.
+    The second number counts every recipe once, also if several trials have it, and leaves out failed trials.
     """
     recipes = {trial.recipe.digest for trial in run.trials if trial.state is not TrialState.FAIL}
     scored = sum(trial.samples_scored for trial in run.trials)

@@ -40,8 +40,8 @@ def sources_of(trials: Iterable[TrialResult]) -> tuple[TrialResult, ...]:
 def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[TrialResult]) -> TrialResult | None:
     """Find the trial of the source model that a constraint's bound refers to.
 
-    The bound may be relative to the best expert. This is the expert with the best value of the objective; among experts
-    with equal values, it is the first expert.
+    The bound may be relative to the best expert. The best expert is the expert with the best value of the objective;
+    among experts with equal values, the first expert is chosen.
 
     Args:
         constraint: A constraint of `objective`.

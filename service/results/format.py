@@ -117,7 +117,7 @@ def sort_holdout(rows: Iterable[HoldoutDocument]) -> list[HoldoutDocument]:
 def violation_text(violations: Mapping[str, float]) -> str:
     """Text of the violated constraints with their excesses; empty if no constraint is violated.
 
-    `violations` has the excess of each violated constraint, in the metric's unit, keyed by the constraint's text.
+    `violations` contains the excess of each violated constraint, in the metric's unit, keyed by the constraint's text.
     """
     found = (f"{constraint} by {excess:.3g}" for constraint, excess in violations.items())
     return f"violates {', '.join(found)}" if violations else ""

@@ -71,8 +71,9 @@ class HeldOut:
     """Results of scoring finalists and baselines on the holdout data.
 
     Finalists are the best trials of the Pareto front. The best trial's value on search data minus its value on holdout
-    data is the sum of `selection_bias` and `split_difference`. Both have a number for each objective and, as "mean",
-    for the mean of the accuracy objectives (values in [0, 1], larger is better). Both are empty without baselines.
+    data is the sum of `selection_bias` and `split_difference`. These two fields have a number for each objective and,
+    as "mean", for the mean of the accuracy objectives (values in [0, 1], larger is better). The two fields are empty
+    without baselines.
 
     Attributes:
         rows: Every finalist and baseline that was scored, with differences "this row minus `reference`".
@@ -180,9 +181,9 @@ def _with_exact(row: Comparison, exact: Mapping[int, Mapping[str, float]], refer
     """Add the values of objectives that need no samples, such as the number of layers, to a trial's held-out results.
 
     Such objectives are properties of the recipe and have exact values. `row` has the results of the trial and their
-    differences from a reference trial, whose number is `reference`. `exact` has the values of the objectives without
-    samples, keyed by trial number and objective. The trial's difference from the reference trial is added for each of
-    these objectives too, unless `reference` is None or `row` has no differences.
+    differences from a reference trial, whose number is `reference`. `exact` contains the values of the objectives
+    without samples, keyed by trial number and objective. The trial's difference from the reference trial is added for
+    each of these objectives too, unless `reference` is None or `row` has no differences.
     """
     own = exact[row.trial]
     others = {} if reference is None or not row.differences else exact[reference]
@@ -203,8 +204,8 @@ def _complete(
 ) -> dict[int, Samples]:
     """Collect the sample values of the trials that are scored on all samples, as trial number -> objective -> values.
 
-    `samples` has the values, keyed by recipe digest and objective, `names` are the objectives. A trial is left out if
-    it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
+    `samples` contains the values, keyed by recipe digest and objective, `names` are the objectives. A trial is left out
+    if it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
     """
     found = {}
     for trial in trials:
@@ -224,7 +225,7 @@ def _are_equal(samples: Samples, others: Samples) -> bool:
 def sample_bounds(objectives: Sequence[Objective], samples: Collection[Samples]) -> dict[str, tuple[float, float]]:
     """Find the lowest and highest possible sample value of each objective, for confidence intervals.
 
-    `samples` has the sample values of each trial, keyed by objective. There are three cases:
+    `samples` contains the sample values of each trial, keyed by objective. There are three cases:
 
     - All values of the objective are in its range: the bounds are this range.
     - A value is outside the range, and every trial has several values: the true bounds are not known, and the objective
@@ -308,7 +309,7 @@ def _with_mean(
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    `by_split` has the estimates on both kinds of data, keyed by objective. The two estimates of an objective are
+    `by_split` contains the estimates on both kinds of data, keyed by objective. The two estimates of an objective are
     independent, because they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]

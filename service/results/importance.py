@@ -79,8 +79,8 @@ class LayersImportance:
 class ImportancePlot:
     """Importance of each parameter for reaching the best tenth of the values of one objective.
 
-    `parameters` is sorted, the most important first. Where it is null, `reason` says why. The sums leave out parameters
-    that do not belong to one single part.
+    `parameters` is sorted, the most important first. If `parameters` is null, `reason` says why. The sums leave out
+    parameters that do not belong to one single part.
     """
 
     plot: Literal["importance"]
@@ -121,9 +121,9 @@ def importance_columns(
 def importances(columns: Columns, objective: str, direction: str) -> dict[str, float]:
     """Compute the importance of each parameter by PED-ANOVA, the most important first; importances sum to 1.
 
-    `columns` is a result of `importance_columns`, and `direction` is "minimize" or "maximize". The function takes
-    seconds and imports Optuna, so a server calls it in a process of its own. If no parameter has an influence, all
-    importances are 0.
+    `columns` is a result of the function `importance_columns`, and `direction` is "minimize" or "maximize". The
+    function takes seconds and imports Optuna, so a server calls it in a process of its own. If no parameter has an
+    influence, all importances are 0.
     """
     import optuna
 
@@ -143,7 +143,7 @@ def importance_plot(
 ) -> ImportancePlot:
     """Describe importances by parameter, with their sums by layers, by part of a layer and by expert.
 
-    `found` has the importance of each parameter; it was computed from `num_used` of `num_trials` trials.
+    `found` maps each parameter to its importance, which was computed from `num_used` of `num_trials` trials.
     """
     document = study.document["search_space"]
     section = SPACES[document["kind"]].model_validate(document)

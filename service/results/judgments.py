@@ -37,7 +37,7 @@ class Judged:
         values: Preference for the completion of each sample, in [0, 1], as an array [num_samples].
         agreement: Share of the samples on which both orders gave the same preference.
         first: Share of the judge's decisions (verdicts that are not ties) for the answer that came first in the prompt.
-            It is 0.5 without decisions. A share far from 0.5 means that the judge prefers a position.
+            The share is 0.5 without decisions. A share far from 0.5 means that the judge prefers a position.
         num_without_verdict: Number of the judge's answers without a verdict.
         models: Names of the models that judged, as the endpoint reported them.
         problem: Reason why the values are not reported; None if the values are reported.

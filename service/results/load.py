@@ -204,7 +204,8 @@ class RunReader:
     ) -> tuple[Contrast, ...]:
         """Read the held-out samples on which the chosen merge and its rivals differ, with their pictures.
 
-        They are read again only if the held-out results `stage`, the stored texts or the stored responses have changed.
+        The samples are read again only if the held-out results `stage`, the stored texts or the stored responses have
+        changed.
         """
         if not any(map(has_pictures, file.holdout)):
             return ()
@@ -234,8 +235,8 @@ class RunReader:
         Results show the recipes of the best trial and of the trials with results on holdout data; `stage` names these
         trials. If `has_directions` is True, the search space gives each expert one share for the whole model. A chart
         then shows the shares of all trials that were scored on all samples. Therefore these trials get their recipes
-        too; each recipe is read only once. All other trials are returned unchanged. If this reader has read the recipes
-        of all trials already (`is_whole`), nothing is added.
+        too; each recipe is read only once. All other trials are returned unchanged. If this reader reads the recipes of
+        all trials anyway (`is_whole` is True), nothing is added.
         """
         if self._is_whole:
             return trials
@@ -338,7 +339,7 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class _Contrasts:
-    """Held-out samples with pictures (`contrasts`), and the results and stored prompts with which they were read."""
+    """Held-out samples with pictures (`contrasts`), read with the held-out results `stage` and the prompts `stored`."""
 
     stage: _HeldOut
     stored: frozenset[tuple[Split, str]]
@@ -359,7 +360,7 @@ def _held_out(
 
     `study_id` is the id of the study in `store`, and `file` is its study file. `trials` and `objectives` are all trials
     and all objectives of this study. `failures` are the events of trials that failed on holdout data. `last` is the
-    result of an earlier call; it is returned if the data from which it was computed have not changed.
+    result of an earlier call, or None; it is returned if the data from which it was computed have not changed.
     """
     final, best = finalists(trials, objectives), best_trial(trials, objectives)
     compared = compared_with(final, trials)

@@ -107,15 +107,16 @@ def has_pictures(spec: ScoredTask) -> bool:
 
 
 def has_right_answers(metric: str, *, are_images: bool) -> bool:
-    """Whether the best value of a metric says that an answer is right: not with the entropy, which needs no labels.
+    """Whether a sample with the best value of a metric was answered correctly.
 
-    `are_images` says whether the samples are images; only images have the entropy as metric.
+    The result is False only for the entropy of predictions, which is computed without labels. `are_images` says whether
+    the samples are images; only images have the entropy as metric.
     """
     return not (are_images and metric == ENTROPY)
 
 
 def section_of(file: Study, split: Split) -> Sequence[ScoredTask]:
-    """The entries of the study file whose samples belong to `split`."""
+    """The entries of the study file whose samples belong to `split`: search data, holdout data or benchmarks."""
     return {
         Split.SEARCH: tuple(file.scored_objectives.values()),
         Split.HOLDOUT: file.holdout,
@@ -144,7 +145,7 @@ def contrasts(
 ) -> tuple[Contrast, ...]:
     """Read the held-out samples on which the chosen merge differs from its rivals, for objectives with pictures.
 
-    Objectives with the metric `entropy` are left out, because it knows no right answers.
+    Objectives with the metric `entropy` are left out, because the entropy does not depend on the right answers.
 
     Args:
         store: Store with the study.
@@ -153,7 +154,7 @@ def contrasts(
         trials: Trials of the study.
         objectives: Objectives of the study.
         chosen: Number of the chosen merge's trial; None before there is one.
-        tests: Comparisons with the best baseline of each kind, which name the rivals.
+        tests: Comparisons with the best baseline of each kind; the best baselines are the rivals.
     """
     names = [
         spec.name for spec in file.holdout if has_pictures(spec) and has_right_answers(spec.metric, are_images=True)

@@ -29,8 +29,8 @@ __all__ = ["Choices", "choices"]
 class Choices:
     """Trials of a study's Pareto front from which a user's weights of the objectives select one.
 
-    `labels` has the label of each trial, and `values` has its values of the objectives, keyed by trial number. `split`
-    says whether the values are from search data or from holdout data.
+    `labels` contains the label of each trial, and `values` contains the trial's values of the objectives, keyed by
+    trial number. `split` says whether the values are from search data or from holdout data.
     """
 
     objectives: tuple[Objective, ...]

@@ -156,7 +156,7 @@ class RunRecord:
 
     @property
     def whole_trials(self) -> tuple[TrialRecord, ...]:
-        """All trials with recipe and configuration.
+        """All trials of the run, each with its recipe and its configuration.
 
         This run record (all stored data of a study) must have been read with the recipes of all trials.
         """
@@ -170,7 +170,7 @@ class RunRecord:
 
     @cached_property
     def has_refined(self) -> bool:
-        """Whether trials of the Pareto front were refined: their coefficients were learned further after the search."""
+        """Whether trials of the Pareto front were refined: gradients improved their coefficients after the search."""
         return any(trial.origin is Origin.REFINED for trial in self.trials)
 
     @cached_property

@@ -52,10 +52,10 @@ def performance_drop(clean: ArrayLike, attacked: ArrayLike, *, seed: int = 0) ->
 
 @lru_cache(maxsize=512)  # a study's results are read again and again, and its samples do not change
 def _drop(clean: bytes, attacked: bytes, seed: int) -> Estimate | None:
-    """Estimate the share of a model's value that is lost with attacked prompts, as `performance_drop` does.
+    """Estimate the performance drop rate, the share of a model's value that is lost with attacked prompts.
 
-    The result is cached. `clean` and `attacked` are the sample values with original and attacked prompts, as bytes of
-    float64 arrays. `seed` is the seed of the bootstrap.
+    The function does the work of `performance_drop`, and caches the result. `clean` and `attacked` are the sample
+    values with original and attacked prompts, as bytes of float64 arrays. `seed` is the seed of the bootstrap.
     """
     values = np.stack([np.frombuffer(clean), np.frombuffer(attacked)])
     count = values.shape[1]

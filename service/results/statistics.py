@@ -1,8 +1,9 @@
 """Means, paired differences and their 95 % intervals, computed from the values of single samples.
 
-Every interval is two-sided, with 95 % nominal coverage unless another `level` is given. For metrics that are 0 or 1 on
-each sample, intervals stay inside the metric's range and have a width above 0 even at 0 % and 100 %. For other metrics,
-intervals are Student's t. This module does not depend on whether larger or smaller values are better.
+Every interval is two-sided, with 95 % nominal coverage unless the argument `level` states another coverage. For metrics
+that are 0 or 1 on each sample, intervals stay inside the metric's range and have a width above 0 even at 0 % and 100 %.
+For other metrics, intervals are Student's t. This module does not depend on whether larger or smaller values are
+better.
 
 Sources:
     Wilson 1927, "Probable inference, the law of succession, and statistical inference", JASA 22 (one proportion;
@@ -94,8 +95,8 @@ def interval_of_mean(mean: float, standard_error: float, n: int, *, bounds: Boun
     """Compute the 95 % interval of a mean of which only the standard error is known, and not the samples.
 
     The interval is Student's t, cut to `bounds`, the range that the metric cannot leave. If all samples are equal to a
-    bound, the interval is Wilson's, as in `estimate`. `n` is the number of samples, at least 1. A single sample has the
-    whole range. A mean outside `bounds` has an interval that is not cut.
+    bound, the interval is Wilson's, as in the function `estimate`. `n` is the number of samples, at least 1. A single
+    sample has the whole range. A mean outside `bounds` has an interval that is not cut.
     """
     low, high = bounds
     if not low <= mean <= high:
@@ -129,7 +130,7 @@ def paired_difference(
         The mean difference, in the metric's unit.
 
     Raises:
-        ValueError: The lengths differ, or `estimate` would refuse the values.
+        ValueError: The lengths differ, or the function `estimate` would raise ValueError for the values.
     """
     first, second = _checked(values, bounds), _checked(reference, bounds)
     if len(first) != len(second):
@@ -163,11 +164,11 @@ def mean_of(estimates: Sequence[Estimate], *, correlation: ArrayLike | None = No
 
     Args:
         estimates: The estimates, in one unit.
-        correlation: Correlation of the estimates' errors [num_estimates, num_estimates], as `correlations` computes it;
-            None if the errors are independent.
+        correlation: Correlation of the estimates' errors [num_estimates, num_estimates], as the function `correlations`
+            computes it; None if the errors are independent.
 
     Returns:
-        The mean; its `samples` is the sum over the estimates.
+        The mean; its field `samples` is the sum over the estimates.
 
     Raises:
         ValueError: There are no estimates.
@@ -250,7 +251,7 @@ def bootstrap(
 
     Returns:
         The statistic of the original means. Its standard error is the standard deviation over the resamples, and its
-        `samples` is the sum over the objectives.
+        field `samples` is the sum over the objectives.
     """
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in samples.items()}
     data: dict[tuple[str, int], list[str]] = {}
@@ -279,7 +280,7 @@ def independent_difference(first: Estimate, second: Estimate) -> Estimate:
         second: An estimate in the same unit.
 
     Returns:
-        The difference with Zou and Donner's limits; its `samples` is the smaller of the two numbers of samples.
+        The difference with Zou and Donner's limits; its field `samples` is the smaller of the two numbers of samples.
     """
     value = first.value - second.value
     below = math.hypot(first.value - first.ci95[0], second.ci95[1] - second.value)

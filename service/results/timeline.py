@@ -67,8 +67,8 @@ class ReplicaShares:
 class TimelineEvent:
     """Event that explains why engines did not work for some time.
 
-    The event is the beginning of a driver's work (`attempt`), the beginning of a wait (`waiting`), or an engine that
-    failed a check (`engine_fault`).
+    The kind `attempt` is the beginning of a driver's work, `waiting` is the beginning of a wait, and `engine_fault` is
+    an engine that failed a check.
     """
 
     time: Time

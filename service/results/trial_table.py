@@ -93,7 +93,7 @@ class TrialTable:
             text: Text that must occur in the trial's label or number; case is ignored.
             state: Only trials in this state, such as "COMPLETE".
             origin: Only trials whose recipe has this origin: "source" (a source model alone), "published", "search",
-                "refined" (learned further after the search) or "user".
+                "refined" (improved by gradients after the search) or "user".
 
         Raises:
             InvalidQuery: A condition or the field to sort by is not accepted, or there are too many conditions; the

@@ -185,7 +185,7 @@ class Cleaner:
     def _job_bytes(self, job: JobRecord, texts: Mapping[str, tuple[int, int]]) -> int:
         """Bytes of a job's model responses, files, and artifacts (models and policies that it has trained).
 
-        `texts` has the number and the bytes of the responses of each job, keyed by the job's id. The job's other
+        `texts` contains the number and the bytes of the responses of each job, keyed by the job's id. The job's other
         database rows are too small to count.
         """
         root = job_dir(self._data_dir, job.id)

@@ -78,8 +78,8 @@ def name_problem(name: str) -> str | None:
 class AccountStore:
     """Store of users, teams, tokens, sessions and the audit log in the database of `store`. Thread-safe.
 
-    Methods that change something receive `actor`, who makes the change, and write it to the audit log. Callers must
-    check names with `name_problem` first.
+    Methods that change something have the argument `actor`, which says who makes the change, and write the change to
+    the audit log. Callers must check names with the function `name_problem` first.
     """
 
     def __init__(self, store: Store) -> None:
@@ -266,8 +266,8 @@ class AccountStore:
     def set_limits(self, team: str, changes: Mapping[str, Any], *, actor: Actor) -> TeamRecord:
         """Change the weight and quotas of a team, and return the team.
 
-        `changes` has the new values, keyed by their names in `TeamLimits`; None lifts a quota. `actor` is who makes the
-        change, for the audit log. Raises NotFound if there is no such team.
+        `changes` contains the new values, keyed by their names in `TeamLimits`; None lifts a quota. `actor` is who
+        makes the change, for the audit log. Raises NotFound if there is no such team.
         """
         with transaction(self._engine) as connection:
             _lock(connection)
@@ -568,7 +568,7 @@ class AccountStore:
 
         `before` is the id of the other job; None is the front. The move holds until the job is started from the queue.
         `actor` is who makes the move, for the audit log. `steering` says who asked, and why; it is stored as an event
-        of the job, which does not name the other job. Raises NotFound if there is no such job.
+        of the job, and the event does not name the other job. Raises NotFound if there is no such job.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -589,9 +589,9 @@ class AccountStore:
 
         A driver is the process that works on a job. `because` is the reason, such as a job of higher priority. The
         reason is stored with an event that every reader of the job sees, so it must not name other jobs. `actor` is who
-        makes the change, and `after` has details of it, which may name other jobs; both are for the audit log only.
-        Nothing is stored if the driver was asked before, the job has ended, or another driver has begun since the job
-        was read as `job`.
+        makes the change, and `after` has details of the change, and may name other jobs; `actor` and `after` are for
+        the audit log only. Nothing is stored if the driver was asked before, the job has ended, or another driver has
+        begun since the job was read as `job`.
         """
         table = schema.studies
         with transaction(self._engine) as connection:

@@ -1,7 +1,8 @@
 """Availability of the database: a monitor of its connections, and calls that wait until it answers.
 
-While the database does not answer, a server answers requests with an error, and a driver waits. Waiting is an option of
-SQLAlchemy's engine (`waiting`). Therefore all objects that share the engine of a waiting store wait, too.
+While the database does not answer, a server answers requests with an error, and a driver waits. Waiting is an execution
+option of SQLAlchemy's engine, which the function `waiting` sets. Therefore all objects that share the engine of a
+waiting store wait, too.
 """
 
 from __future__ import annotations
@@ -50,7 +51,7 @@ class Outage:
 
 
 class Availability:
-    """Monitor of a database, which records whether the database answered when it was last used.
+    """Monitor that records whether a database answered when it was last used.
 
     The monitor logs a message when the database stops answering and when it answers again. `place` is the text that
     names the database in messages. Thread-safe.

@@ -80,7 +80,7 @@ class Backup:
 
 @dataclass(frozen=True)
 class Restored:
-    """Result of a restoration.
+    """Result of restoring a backup.
 
     `backup` describes the restored backup. `removed_exports` is the number of exports (merged models for download) that
     were not part of the backup, and must be requested again.

@@ -124,8 +124,8 @@ class AttackResult:
             changed template is worse.
         samples: Name under which the samples with this template are stored.
         num_queries: Number of templates that were scored on all samples, without the original template.
-        is_cut: Whether the attack ended early because it had scored `max_queries` templates, an option of the study
-            file.
+        is_cut: Whether the attack ended early because it had scored as many templates as the study file's option
+            `max_queries` allows.
     """
 
     benchmark: str
@@ -149,7 +149,7 @@ class Overlap:
             the items counted by `num_exact`.
         by_objective: Number of items that overlap with the search data of an objective, keyed by objective.
         examples: Positions of some overlapping items in the task's data.
-        is_allowed: Whether the study file permits the overlap of this task, in `contamination.allowed`.
+        is_allowed: Whether the study file permits the overlap of this task, in its option `contamination.allowed`.
     """
 
     section: str
@@ -192,7 +192,7 @@ def read_contamination(document: Any) -> tuple[Overlap, ...]:
 class AlignmentCost:
     """Time, in `seconds`, that all drivers (processes) of a study together took to learn its alignments.
 
-    Alignments are maps between layers of different models, which some merges need.
+    Alignments are maps between layers of different models; some merges need alignments.
     """
 
     seconds: float = 0.0

@@ -1,9 +1,9 @@
 """Webhooks and e-mail addresses that receive notices of jobs, and the deliveries to them.
 
-A change of a job's state stores a notice in the same transaction (`attempt_writer.insert_event`). The leader of the
-servers makes deliveries of the notices, one for each subscription that covers the job, and deletes the notices in the
-same transaction. Each change is therefore delivered to each subscription once, also if servers are killed; only the
-sending of a delivery may be repeated, with the same id.
+A change of a job's state stores a notice in the same transaction (function `attempt_writer.insert_event`). The leader
+of the servers makes deliveries of the notices, one for each subscription that covers the job, and deletes the notices
+in the same transaction. Each change is therefore delivered to each subscription once, also if servers are killed; only
+the sending of a delivery may be repeated, with the same id.
 """
 
 from __future__ import annotations

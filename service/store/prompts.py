@@ -28,7 +28,8 @@ class SampleText:
     """The prompt and the right answer (`reference`) of a sample; `reference` is None if the task has no such text.
 
     `picture` is a small picture of the sample for people, a WebP file; None if the sample has no picture. `picture` is
-    only written: `read_prompts` returns texts without pictures, and `read_picture` reads one picture.
+    only written: the function `read_prompts` returns texts without pictures, and the function `read_picture` reads one
+    picture.
     """
 
     prompt: str

@@ -120,8 +120,8 @@ def pack_texts(samples: Sequence[SampleResult]) -> bytes:
 def _unpack_texts(packed: bytes | None, count: int) -> list[tuple[str, list[list[int]] | None]]:
     """Unpack the texts of `count` samples to pairs: the sample's response, and the token ids of each completion.
 
-    `packed` is a result of `pack_texts`. The token ids are None if no token ids were stored. If `packed` is None, the
-    texts were deleted: each response is "", and the token ids are None.
+    `packed` is a result of the function `pack_texts`. The token ids are None if no token ids were stored. If `packed`
+    is None, because the texts were deleted, each response is "", and the token ids are None.
     """
     if packed is None:
         return [("", None)] * count
@@ -315,9 +315,9 @@ def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
     """SQL query for the numbers of void samples: samples to score again because their engine later failed a check.
 
     A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
-    result of `holdings`: it has the number of samples for each row of the table `evidence`, which says which weights
-    the engine held. The query selects those rows of `held` whose samples are void. `columns` are the columns to select;
-    they are columns of `held` or of the joined tables `evidence` and `engine_faults`.
+    result of the function `holdings`: it has the number of samples for each row of the table `evidence`, which says
+    which weights the engine held. The query selects those rows of `held` whose samples are void. `columns` are the
+    columns to select; they are columns of `held` or of the joined tables `evidence` and `engine_faults`.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 

@@ -155,12 +155,12 @@ class _OneConnection:
 class Store:
     """Store of all jobs and their results in one database; thread-safe, and must be closed after use.
 
-    Creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database. `waits` says what
-    happens while the database does not answer: if it is True, calls wait and are then repeated; otherwise they raise
-    the error.
+    The constructor creates or migrates the database at `url`, the URL of an SQLite file or of a PostgreSQL database.
+    `waits` says what happens while the database does not answer: if it is True, calls wait and are then repeated;
+    otherwise they raise the error.
 
     Raises:
-        Conflict: `url` is not a database, is a database of a newer version, or may not be used by this user.
+        Conflict: `url` names no database or a database of a newer version, or this user may not use the database.
         DatabaseUnavailable: The database does not answer, and `waits` is False.
     """
 
@@ -382,7 +382,8 @@ class Store:
             name: Only jobs with this name.
             text: Only jobs whose name, description or owner has this text, or whose id begins with it; case is ignored.
             reader: Only jobs that this account may read.
-            sort: One of `JOB_SORTS`; with "-" before it, the largest value is first. Equal jobs are sorted by age.
+            sort: Name of the field to sort by, a key of JOB_SORTS; with "-" before the name, the largest value is
+                first. Equal jobs are sorted by age.
             offset: Number of jobs to leave out at the beginning.
             limit: Maximum number of jobs that are returned; None returns all.
 
@@ -888,9 +889,9 @@ class Store:
     def consecutive_waits(self, job_id: str) -> int:
         """Number of a job's drivers that ended because something was not available, since the job last made progress.
 
-        A driver is a process that works on the job. It ends in this way, for example, if a model, an engine or Ray is
-        not available. Stored results, such as scored samples, and a user's request to resume the job count as progress.
-        The number is 0 if the last driver ended for another reason.
+        A driver is a process that works on the job. Drivers end for this reason, for example, if a model, an engine or
+        Ray is not available. Stored results, such as scored samples, and a user's request to resume the job count as
+        progress. The number is 0 if the last driver ended for another reason.
         """
         setbacks = self._setbacks(job_id)
         return setbacks.count(EventKind.WAITING) if setbacks[-1:] == [EventKind.WAITING] else 0
@@ -1341,7 +1342,7 @@ class Store:
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
     def num_engine_faults(self) -> int:
-        """Number of inference engines that have failed a check, such as one with fixed prompts, over all studies."""
+        """Number of inference engines over all studies that have failed a check, such as a check with fixed prompts."""
         with self._reads.connect() as connection:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
@@ -1355,8 +1356,8 @@ class Store:
 
         A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
         that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
-        canaries by now. `passed` has the present number of passed canaries, keyed by replica. If the database has a
-        larger number for a replica, the larger number counts.
+        canaries by now. `passed` contains the present number of passed canaries, keyed by replica. If the database has
+        a larger number for a replica, the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1538,9 +1539,9 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
     """Give the job `job_id` an artifact, usually a trained model, that is stored already.
 
-    `digest` identifies the artifact's files. They are stored by the job that made them, which is usually another job;
-    this job cannot be deleted until the transaction ends. `name` is the name that the artifact gets in the job
-    `job_id`. Raises Conflict if no job has the artifact.
+    `digest` identifies the artifact's files. The job that made the files, usually another job, has stored them, and
+    cannot be deleted until the transaction ends. `name` is the name that the artifact gets in the job `job_id`. Raises
+    Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

@@ -75,7 +75,7 @@ class _Measurement(_Request):
     """Base class of requests for the losses of one merge on the reference answers of some samples.
 
     `point` names the merge: it has the values of all parameters of the search space, in the order of the space.
-    `positions` has the samples, keyed by objective, as indices in the order in which the objective's samples are
+    `positions` contains the samples, keyed by objective, as indices in the order in which the objective's samples are
     scored. The reference answers come from the task. For the objectives in `completions`, correct completions by the
     source models are used instead. Each sample counts as `charge` samples against the study's limit of samples.
     """
@@ -85,7 +85,7 @@ class _Measurement(_Request):
     completions: tuple[str, ...] = ()
 
     charge: ClassVar[int]
-    """Number of samples that are charged for each sample of the step."""
+    """Number of samples that each sample of the step takes from the study's limit of samples."""
 
     @property
     def num_charged(self) -> int:
@@ -213,7 +213,7 @@ class NoteResult:
 class UpdateResult:
     """Result of the training of a policy on the trials of one iteration.
 
-    A policy is a network that proposes configurations. `statistics` has numbers about the training, keyed by name.
+    A policy is a network that proposes configurations. `statistics` contains numbers about the training, keyed by name.
     `checkpoint` is the sha256 of the policy's new checkpoint, or "" if the policy learned nothing. `seconds` is the
     time that the training took; 0 if an earlier version stored the result, which did not measure the time.
     """
@@ -340,7 +340,7 @@ def read_step(number: int, proposal: int, document: Mapping[str, Any]) -> Step:
     """Read a searcher's step (a computation between proposals, such as a gradient) from its stored `document`.
 
     `number` is the step's index among the study's steps, from 0. `proposal` is the number of the trial whose proposal
-    needed the step. The document must be a result of `step_document` of this or an earlier version.
+    needed the step. The document must be a result of the function `step_document` of this or an earlier version.
     """
     request: dict[str, Any] = dict(document["request"])
     kind = request["kind"]

@@ -59,8 +59,8 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
 
     `document` is the study file that includes the added benchmarks. A file that the benchmarks name is allowed only if
     two lists of permissions allow it: `access`, which is the server's present list, and the list that was stored with
-    the study. The study's other tasks are not checked again. Only the tokenizer of the study's models is read. Raises
-    InvalidStudy with every problem, each with its place in `document`.
+    the study. If a list is None, it allows every file. The study's other tasks are not checked again. Only the
+    tokenizer of the study's models is read. Raises InvalidStudy with every problem, each with its place in `document`.
     """
     study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}

@@ -69,9 +69,10 @@ DIGEST_DIGITS = 16
 BASE = "base"
 
 OpenStudy: TypeAlias = Callable[[AnotherStudy], AbstractContextManager[tuple[Store, JobRecord]]]
-"""Opens the study that a source or a policy comes from.
+"""Function that opens the study that a source or a policy comes from.
 
-Raises NotFound if there is no such study, and Conflict if a study cannot be named in this way here.
+Raises NotFound if there is no such study, and Conflict if the study is named by a directory on a server, where studies
+are named by ids.
 """
 
 
@@ -91,10 +92,10 @@ class _Places:
         """Write a checkpoint to this storage, unless it is stored already, and return its directory or URL.
 
         `write` is a function that writes the checkpoint to the directory that it gets. `name` identifies the content of
-        the checkpoint. `job_id` is the study in `store` whose trial the checkpoint is. In an object store, the
-        checkpoint becomes an artifact of this study. The checkpoint is first written to a hidden directory below
-        `directory`, where an interrupted write can continue. Without an object store, `write` is always called with the
-        checkpoint's final directory, and must do nothing if the checkpoint is complete there.
+        the checkpoint. `job_id` is the id, in `store`, of the study whose trial is written as the checkpoint. In an
+        object store, the checkpoint becomes an artifact of this study. The checkpoint is first written to a hidden
+        directory below `directory`, where an interrupted write can continue. Without an object store, `write` is always
+        called with the checkpoint's final directory, and must do nothing if the checkpoint is complete there.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -272,11 +273,11 @@ def _dtype_in(place: str) -> str:
 def _trial(store: Store, record: JobRecord, source: FromStudy, known: ChainedSource | None) -> tuple[int, Recipe]:
     """Find the trial that a study's source names; return the trial's number and recipe.
 
-    A study can merge a trial of an earlier study again: `source` is the entry in its study file, which names the
-    earlier study and the trial (a number, or "best"). `record` is the earlier study's job in `store`. `known` is None
-    for a new study. For a stored study, `known` has the trial and recipe digest that the source had when this study was
-    created; this trial is then used. Raises NotFound if there is no such trial, and Conflict if the trial's recipe
-    differs from the recipe that `known` names.
+    A study can merge a trial of an earlier study again: `source` is an entry of a study file, and names the earlier
+    study and the trial (a number, or "best"). `record` is the earlier study's job in `store`. `known` is None for a new
+    study. For a stored study, `known` has the trial and recipe digest that the source had when this study was created;
+    this trial is then used. Raises NotFound if there is no such trial, and Conflict if the trial's recipe differs from
+    the recipe that `known` names.
     """
     trials = store.trials(record.id)
     if known is not None:
@@ -373,8 +374,8 @@ def _with_path(alias: str, path: tuple[dict[Component, int], ...], fingerprints:
 
     A layer path says from which layer of a source model each layer of a merge comes. `path` has an entry for each layer
     of the new model: for each component (attention, MLP and norms), the number of the layer of `alias` that the
-    component is taken from. `fingerprints` has the content fingerprint of each model, keyed by its name in the study
-    file (alias).
+    component is taken from. `fingerprints` contains the content fingerprint of each model, keyed by its name in the
+    study file (alias).
     """
     whole = Merge("passthrough", (Source(alias),))
     merges = ({name: whole.at_layer(layer) for name, layer in each.items()} for each in path)

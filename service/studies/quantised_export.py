@@ -66,12 +66,12 @@ def export_quantised(
     `record` is the study's job in `store`, and `trial` is "best" or the trial's number. `scheme` is a key of
     `workers.export.quantised.SCHEMES`. `dtype` is the dtype of tensors that are not quantised; None means the dtype of
     the study's engines. `note` is called with messages about the progress. `score(directory, engine options, spans)` is
-    a function that scores the model; by default, vLLM does it in a separate process. `details` are passed on to
-    `export_trial`. The result is empty if the study has no holdout data that were scored for this trial.
+    a function that scores the model; by default, vLLM does it in a separate process. `details` are passed on to the
+    function `export_trial`. The result is empty if the study has no holdout data that were scored for this trial.
 
     Raises:
-        NotFound, Conflict, InvalidStudy: Raised as by `export_trial`. Conflict is also raised if `out` is not empty, or
-            if a holdout task has changed since the study.
+        NotFound, Conflict, InvalidStudy: Raised in the same cases as by `export_trial`. Conflict is also raised if
+            `out` is not empty, or if a holdout task has changed since the study.
         InvalidModel: The model cannot be quantised, or vLLM has no models of its modality.
         EngineUnavailable: vLLM cannot score the model. The model is then written without scores.
     """

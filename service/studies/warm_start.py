@@ -259,8 +259,8 @@ def _meaning(objective: Objective, tasks: Mapping[str, str]) -> tuple[Any, ...]:
     """The properties of an objective that two studies must share for its values to be comparable.
 
     These properties are metric, direction, range, task, and whether the objective counts the recipe's layers or
-    parameters. `tasks` has the digest of each task, keyed by the objective's name. Constraints are left out, because
-    the new study evaluates its own constraints.
+    parameters. `tasks` contains the digest of each task, keyed by the objective's name. Constraints are left out,
+    because the new study evaluates its own constraints.
     """
     o = objective
     return o.metric, o.direction, o.bounds, o.cost_of_recipe, tasks.get(o.name)

@@ -138,11 +138,12 @@ class AskAndTell:
                 self._trials.finish(pruned, TrialState.PRUNED, reason, rival=decision.rival)
 
     def _know_lower_rungs(self, trial: TrialRecord) -> None:
-        """Record a baseline's costs at every rung below the last rung, where other trials are compared with it.
+        """Record a baseline's objective values at the rungs below the last, for comparisons with other trials.
 
         A rung is a number of samples at which trials are compared. A baseline is scored only once, on all samples of
-        the last rung. Each lower rung has a part of these samples; the costs are computed from this part. The method
-        does nothing for a trial that is no baseline, and for a baseline that is not scored yet.
+        the last rung. The samples of a lower rung are a part of these samples, and the values at the lower rung are
+        computed from this part. The method does nothing for a trial that is no baseline, and for a baseline that is not
+        scored yet.
         """
         if trial.bracket is None and trial.state is TrialState.COMPLETE:
             records = (self._samples.rung_record(trial.recipe, rung) for rung in range(self.table.last_rung))
@@ -215,7 +216,10 @@ class AskAndTell:
         return self._limit.admits_refinement(num_samples)
 
     def charge(self, num_samples: int) -> None:
-        """Count `num_samples` samples against the study's limit, for a gradient of the refinement."""
+        """Count `num_samples` more samples against the study's limit, for losses or a gradient of the refinement.
+
+        The refinement is a gradient descent on the coefficients of the Pareto front's trials, after the search.
+        """
         self._limit.num_charged += num_samples
 
     # -- proposals -------------------------------------------------------------------------------------------------

@@ -21,11 +21,11 @@ class BenchmarkStage:
     """The last stage of a study: it scores chosen trials on the study's benchmarks, after the held-out stage.
 
     A trial is first scored with a benchmark's original prompts. If the benchmark has an attack (a search for the prompt
-    template with the worst metric), the attack follows (`attacks`). If the benchmark has a judge (an LLM that rates
-    completions), the judge reads the completions once all are stored, while other trials are scored (`judging`).
-    Samples that are stored are not scored again, for example if benchmarks are added to a study that has ended. In a
-    study without benchmarks, the stage is finished at once. `plan` has the benchmarks, `trials` has the trials of the
-    study, and `samples` caches the scored samples. `store` and `writer` read and write the database.
+    template with the worst metric), the attack follows (module `attacks`). If the benchmark has a judge (an LLM that
+    rates completions), the judge reads the completions once all are stored, while other trials are scored (module
+    `judging`). Samples that are stored are not scored again, for example if benchmarks are added to a study that has
+    ended. In a study without benchmarks, the stage is finished at once. `plan` has the benchmarks, `trials` has the
+    trials of the study, and `samples` caches the scored samples. `store` and `writer` read and write the database.
     """
 
     def __init__(self, plan: Plan, *, trials: Trials, samples: SampleCache, store: Store, writer: JobWriter) -> None:
@@ -52,7 +52,7 @@ class BenchmarkStage:
     def left(self) -> tuple[tuple[int, int], ...]:
         """The evaluations that still need an engine, in the order of starting.
 
-        Each is (trial number, position of the benchmark in `Plan.benchmarks`).
+        An evaluation is given as (trial number, position of the benchmark in `Plan.benchmarks`).
         """
         return tuple(self._left)
 

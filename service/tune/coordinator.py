@@ -1,9 +1,9 @@
 """The coordinator of one study: it decides which evaluation runs next, and stores the results.
 
-The coordinator keeps the running evaluations, and handles failed evaluations. `ask_and_tell` decides which trial is
-evaluated at which rung, `trials` keeps the trials, and `samples` checks and stores results. After the search come
-`refinement_stage`, `holdout_stage` and `benchmark_stage`. The coordinator does not use Ray itself: `ray_tune` runs its
-evaluations.
+The coordinator keeps the running evaluations, and handles failed evaluations. The other work is in modules of this
+package: `ask_and_tell` decides which trial is evaluated at which rung, `trials` keeps the trials, and `samples` checks
+and stores results. After the search come `refinement_stage`, `holdout_stage` and `benchmark_stage`. The coordinator
+does not use Ray itself: the module `ray_tune` runs its evaluations.
 """
 
 from __future__ import annotations
@@ -156,7 +156,7 @@ class Coordinator:
         """Number of samples that count towards the study's limit of samples (`limits.max_samples`).
 
         Every sample that is scored for the search counts. In addition, each computation of losses or a gradient counts
-        as a stated number of samples.
+        as the number of samples that its request states (`num_charged` in `service.store.steps`).
         """
         return self._ask_and_tell.num_samples_used
 
@@ -403,7 +403,8 @@ class Coordinator:
 
         Results on holdout data go to the held-out stage, and results on a benchmark go to the benchmark stage. Results
         on search data at a rung (a number of samples at which trials are compared) go to the search. An evaluation that
-        scored samples again (`is_again`) is reported to no stage, because its trial was finished before.
+        scored samples again (its field `is_again` is True) is reported to no stage, because its trial was finished
+        before.
         """
         self._release(evaluation)
         if evaluation.is_again:

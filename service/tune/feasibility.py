@@ -22,7 +22,7 @@ __all__ = ["Feasibility"]
 class Feasibility:
     """The constraints of a study, and by how much each trial violates them at each rung.
 
-    A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` has all
+    A rung is a number of samples at which trials are compared. `objectives` have the constraints. `trials` contains all
     trials, keyed by number; the caller updates it while the search runs.
     """
 
@@ -37,16 +37,16 @@ class Feasibility:
         """Record objective values of trial `number` at rungs where it was not evaluated itself.
 
         A rung is a number of samples at which trials are compared. Baselines are evaluated only at the last rung; their
-        values on the fewer samples of a lower rung are recorded here. `values` has the objective values, keyed by the
-        index of the rung.
+        values on the fewer samples of a lower rung are recorded here. `values` contains the objective values, keyed by
+        the index of the rung.
         """
         self._at_looks[number] = dict(values)
 
     def is_known(self) -> bool:
-        """Whether constraints can be evaluated already.
+        """Whether all source models to which the constraints' bounds refer have been scored.
 
-        A bound may be relative to the value of a source model. Constraints can be evaluated once all these models have
-        been scored. Raises StudyFailed if one of these models has failed.
+        A bound may be relative to the value of a source model; until this model has been scored, violations cannot be
+        computed. Raises StudyFailed if one of these source models has failed.
         """
         relative = [c for o in self._objectives for c in o.constraints if c.reference is not None]
         self._is_known = self._is_known or all(map(self._is_scored, relative))

@@ -46,8 +46,8 @@ class JudgeAnswer:
 class JudgeClient:
     """Thread-safe HTTP client of one LLM judge, with retries.
 
-    The client gives up once no thread has got an answer for `wait_s` seconds. An answer to any thread restarts this
-    time for all threads.
+    The client gives up once no thread has got an answer for the time that the judge's option `wait_s` states in
+    seconds. An answer to any thread restarts this time for all threads.
     """
 
     def __init__(self, judge: JudgeSpec) -> None:
@@ -65,8 +65,8 @@ class JudgeClient:
     def ask(self, prompt: str, *, is_cancelled: threading.Event) -> JudgeAnswer | None:
         """Send a prompt to the judge, an LLM, and retry until it answers; return None once `is_cancelled` is set.
 
-        Raises JudgeFailed if the judge refuses the request, or if the judge has answered nothing for `wait_s` seconds.
-        After such an error, further prompts raise the same error at once.
+        Raises JudgeFailed if the judge refuses the request, or if the judge has answered no thread for the time that
+        its option `wait_s` states in seconds. After this error, further prompts raise the same error at once.
         """
         began_at, pause_s = time.monotonic(), FIRST_PAUSE_S
         while not is_cancelled.is_set():

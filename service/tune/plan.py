@@ -60,8 +60,8 @@ class Benchmark:
         """The largest number of samples of this benchmark that are scored for one trial.
 
         This is the number of the task's samples, times the number of prompt templates. Without an attack (a search for
-        the template with the worst metric), only the original template is scored. With an attack, at most
-        `most_queries` changed templates are scored in addition.
+        the template with the worst metric), only the original template is scored. With an attack, changed templates are
+        scored in addition, at most as many as the attack's option `most_queries` allows.
         """
         return self.facts.num_samples * (1 + (0 if self.attack is None else self.attack.most_queries))
 
@@ -74,7 +74,8 @@ class RefinementPlan:
 
     - `options`: the section `search.refinement` of the study file
     - `num_samples`: maps the name of each objective to the number of samples from which gradients are computed
-    - `vectors`: the study's preference vectors, each with the weights in the order of `num_samples`
+    - `vectors`: the study's preference vectors; each vector has one weight for each objective, in the order of
+      `num_samples`
     """
 
     options: RefinementOptions
@@ -106,7 +107,7 @@ class Plan:
     - `max_trials`: the number of trials that the searcher proposes
     - `chunk_samples`: the largest number of samples in one request to an engine
     - `bank_fingerprint`: the fingerprint of the source models
-    - `waits_for_baselines`: the searcher is asked for its first proposal once all `baselines` have ended
+    - `waits_for_baselines`: whether the searcher is asked for its first proposal only after all baselines have ended
     - `max_staleness`: the number of trials by which proposals may be ahead of evaluations
     - `batch`: the number of consecutive proposals that are made from the same results
     - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
@@ -114,10 +115,10 @@ class Plan:
       a trial as soon as its results are worse than the results of another trial
     - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
     - `max_samples`: the search ends at this number of samples; None is no limit
-    - `refinement`: settings of the refinement, which learns coefficients of the front's layer paths further after the
+    - `refinement`: settings of the refinement, which improves the coefficients of the Pareto front's trials after the
       search; None if there is no refinement
-    - `size`: sizes of models, from which costs of recipes in parameters are computed; None if all merges have the same
-      number of layers
+    - `size`: sizes of models, from which the number of parameters of a merge is computed; None if all merges have the
+      same number of layers
     """
 
     study_id: str
@@ -146,7 +147,7 @@ class Plan:
     refinement: RefinementPlan | None = None
     benchmarks: tuple[Benchmark, ...] = ()
     size: ModelSize | None = None
-    """Sizes from which costs of recipes are computed, where objectives are such costs."""
+    """Sizes of models, from which a merge's number of parameters is computed if an objective counts parameters."""
 
     @property
     def most_refined_samples(self) -> int:
@@ -177,16 +178,16 @@ class Plan:
     def costs(self, values: Mapping[str, float]) -> tuple[float, ...]:
         """A trial's costs, one for each objective, in the order of `objectives`; smaller is better.
 
-        `values` has the trial's objective values, keyed by objective name. Raises InvalidStudy for a value outside its
-        objective's range.
+        `values` contains the trial's objective values, keyed by objective name. Raises InvalidStudy for a value outside
+        its objective's range.
         """
         return tuple(objective.cost(values[objective.name]) for objective in self.objectives)
 
     def cost_errors(self, standard_errors: Mapping[str, float | None]) -> tuple[float | None, ...]:
         """The standard errors of a trial's costs, one for each objective, in the order of `objectives`.
 
-        `standard_errors` has the standard errors of the trial's objective values, keyed by objective name. An error is
-        None if it is not known.
+        `standard_errors` contains the standard errors of the trial's objective values, keyed by objective name. An
+        error is None if it is not known.
         """
         found = ((standard_errors.get(objective.name), objective.bounds) for objective in self.objectives)
         return tuple(None if error is None else error / (high - low) for error, (low, high) in found)

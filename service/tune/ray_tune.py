@@ -231,7 +231,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
     - Tune ends an idle actor unless a trial waits for an actor. Tune would therefore start and kill a process for
       almost every evaluation. The scheduler keeps idle actors for new trials.
     - Tune gives an idle actor to a trial whose own actor is still starting, and then kills the starting actor. If
-      chunks are quick, some actors would therefore never run. The scheduler prevents this (`_IdleActors`).
+      chunks are quick, some actors would therefore never run. The scheduler prevents this (class `_IdleActors`).
     - At the start of a run, an actor that is ready waits for the other actors, so that all actors begin together. On a
       busy cluster some actor may never start; after a while the scheduler begins without the missing actors.
     """

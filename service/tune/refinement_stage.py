@@ -76,10 +76,10 @@ class Gradients(Protocol):
 
 
 def has_begun(steps: Sequence[Step]) -> bool:
-    """Whether the stored `steps` show that the search is over because the refinement of the front has begun.
+    """Whether the stored `steps` show that the refinement of the Pareto front has begun, so that the search is over.
 
-    The steps are the gradients and other computations that the study has stored. Once the refinement has begun, even a
-    resumed study does not search further.
+    The refinement improves coefficients of the front's trials by gradients. The steps are the gradients and other
+    computations that the study has stored. Once the refinement has begun, even a resumed study does not search further.
     """
     return any(isinstance(step, NoteStep) and step.request.decision.startswith(CHOICE) for step in steps)
 
@@ -155,7 +155,10 @@ class RefinementStage:
 
     @property
     def is_started(self) -> bool:
-        """Whether refinement has started: the search has ended, and the trials to refine have been chosen."""
+        """Whether this stage has started: the search has ended, and the trials to refine have been chosen.
+
+        To refine a trial is to improve its coefficients by gradient descent.
+        """
         return self._paths is not None
 
     @property

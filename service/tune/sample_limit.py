@@ -1,12 +1,14 @@
 """The limit of a study's samples (`limits.max_samples`): used samples, and trials and steps that may still start.
 
 Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
-gradient, counts as a stated number of samples. Samples of the held-out stage and of the verification are not counted.
-The search does not use the samples that the refinement of its front may take.
+gradient, counts as the number of samples that its request states (property `num_charged`). Samples of the held-out
+stage and of the verification are not counted. The search does not use the samples that the refinement of its front may
+take.
 
 No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
-have ended. Therefore the decision is the same with any number of replicas and after any interruption. The decision is
-made earlier if the limit allows the trial even if each earlier trial takes its largest possible number of samples.
+have ended. Therefore the decision is the same with any number of replicas and after any interruption. If the limit
+allows the trial even when every earlier trial takes its largest possible number of samples, the trial starts without
+waiting for the earlier trials.
 """
 
 from __future__ import annotations
@@ -19,7 +21,7 @@ __all__ = ["SampleLimit"]
 
 
 class SampleLimit:
-    """The samples that a study has used, compared with the limit of its plan (`max_samples`).
+    """The samples that a study has used, compared with the limit `max_samples` of its plan.
 
     `table` is the scheduler, from which the samples that trials can still take are computed. `samples` has the scored
     samples. `num_charged` is the charge, in samples, for the searcher's stored computations, such as gradients.
@@ -35,10 +37,10 @@ class SampleLimit:
 
     @property
     def num_used(self) -> int:
-        """Number of samples that count towards the limit.
+        """Number of samples that count towards the study's limit `limits.max_samples`.
 
         Every sample that is scored in the search counts. In addition, each computation of the searcher, such as a
-        gradient, counts as a stated number of samples.
+        gradient, counts as the number of samples that its request states.
         """
         return self._samples.num_searched + self.num_charged
 
@@ -59,7 +61,7 @@ class SampleLimit:
     def admits_refinement(self, num_samples: int) -> bool | None:
         """Whether the limit allows the refinement of one layer path, which takes at most `num_samples` samples.
 
-        A layer path is the sequence of layers of a merge; the refinement learns its coefficients further after the
+        A layer path is the sequence of layers of a merge; the refinement improves the path's coefficients after the
         search. The samples that the search leaves for the refinement may be used. The result is None as long as the
         answer depends on running evaluations.
         """

@@ -1,4 +1,4 @@
-"""The trial actor: it sends chunks of samples to the scorer, and reports the results, one chunk per `step`.
+"""The trial actor: it sends chunks of samples to the scorer, and reports the results, one chunk for each `step`.
 
 The actor owns no weights and no engine. Each result is stored before the next chunk is requested.
 """

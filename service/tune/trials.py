@@ -67,9 +67,9 @@ class Trials(Mapping[int, TrialRecord]):
     def count_chunk(self, number: int, timings_s: Mapping[str, float], *, num_scored: int | None) -> None:
         """Add the timings and the number of samples of one stored request to the totals of trial `number`.
 
-        `timings_s` has the seconds that each part of scoring took, keyed by the part's name, such as "swap" (writing
-        the merge into the engine). `num_scored` is the number of samples if they are search data; it is None for other
-        data.
+        `timings_s` contains the seconds that each part of scoring took, keyed by the part's name, such as "swap"
+        (writing the merge into the engine). `num_scored` is the number of samples if they are search data; it is None
+        for other data.
         """
         self._trials[number] = self._trials[number].after_chunk(timings_s, num_scored)
 
@@ -93,7 +93,8 @@ class Trials(Mapping[int, TrialRecord]):
     def finish(self, numbers: Sequence[int], state: TrialState, reason: str, *, rival: int | None = None) -> None:
         """End the trials `numbers` in the state `state`, such as PRUNED or FAIL, and store `reason` as the reason.
 
-        `rival` is the number of the trial against which a scheduler has stopped them.
+        `rival` is the number of the trial against which a scheduler has stopped them; None if no scheduler has stopped
+        them.
         """
         self._writer.finish_trials(numbers, state, reason, rival=rival)
         for number in numbers:

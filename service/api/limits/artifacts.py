@@ -25,8 +25,8 @@ Made = TypeVar("Made")
 class MeasuredArtifacts:
     """Use of the quota of artifacts, as measured before a new job is admitted.
 
-    `missing` has the number of bytes that each unfinished job is still expected to store, keyed by job id. `used` is
-    the size in bytes of the stored files, and `quota` is the limit.
+    `missing` contains the number of bytes that each unfinished job is still expected to store, keyed by job id. `used`
+    is the size in bytes of the stored files, and `quota` is the limit.
     """
 
     missing: Mapping[str, int]
@@ -47,8 +47,8 @@ class ArtifactQuota:
     def measure(self, num_bytes: int) -> MeasuredArtifacts:
         """Measure the stored files, for a job that will train models of `num_bytes` in all.
 
-        Callers measure before they begin an admission, because other requests wait for its end. A job that trains
-        nothing needs no measuring.
+        Callers measure before they check the quota and store the job (`Store.admission`), because other requests wait
+        meanwhile. A job that trains nothing needs no measuring.
         """
         if not num_bytes:
             return MeasuredArtifacts({}, 0, math.inf)
@@ -70,8 +70,8 @@ class ArtifactQuota:
         database admits another job while it checks and stores the job. Returns the result of `make`. Raises Conflict,
         without calling `make`, if the job's artifacts do not fit.
 
-        `measured` is a result of the method `measure`. If it is None, this method measures; a caller that has begun the
-        admission itself must pass a result. Artifacts that jobs have stored after the measurement still count as bytes
+        `measured` is a result of the method `measure`. If `measured` is None, this method measures; a caller inside of
+        `Store.admission` must pass a result. Artifacts that jobs have stored after the measurement still count as bytes
         that these jobs will store.
         """
         measured = measured or self.measure(num_bytes)

@@ -20,8 +20,9 @@ class _Buckets:
     """Token buckets, which count for each sender how many requests the sender may still send.
 
     `clock` is a monotonic clock in seconds. If there are too many senders to remember, the senders with the most
-    requests left are forgotten. A forgotten sender that comes back may send its full number of requests, which is only
-    a few more than it had left. Therefore many new senders do not help a sender that has used up its requests.
+    requests left are forgotten. A forgotten sender that comes back may send its full number of requests, only a few
+    more than it had left. A sender that has used up its requests is therefore not forgotten when many new senders
+    appear.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -29,7 +30,7 @@ class _Buckets:
         self._left: dict[str, tuple[float, float]] = {}  # requests left, and when
 
     def wait_s(self, sender: str, *, per_s: float, burst: float) -> float:
-        """Count a request of `sender`. Returns 0.0 if accepted, else the seconds until a request is accepted.
+        """Count a request of `sender`; return 0.0 if it is accepted, else the seconds until a request is accepted.
 
         A sender may send `per_s` requests a second in the long run, and `burst` requests at once.
         """
@@ -81,7 +82,7 @@ class TeamRates:
         self._buckets = _Buckets(clock)
 
     def wait_s(self, team: str, per_minute: int) -> float:
-        """Count a request of `team`. Returns 0.0 if accepted, else the seconds until a request is accepted.
+        """Count a request of `team`; return 0.0 if it is accepted, else the seconds until a request is accepted.
 
         A team may send `per_minute` requests a minute in the long run, and `per_minute` requests at once.
         """

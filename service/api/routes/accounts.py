@@ -299,8 +299,8 @@ def get_team_usage(team: Seen, services: Context) -> Response:
 def _managed(team: TeamName, services: Context, sender: Checked) -> TeamRecord:
     """Return the team in a request's path, after checking that the sender administers this team or the server.
 
-    Raises the errors of `_found_team`, and Refusal with status 403 if the sender may see the team but not administer
-    it.
+    Raises Refusal with status 404 if there is no such team or the sender may not see it, and Refusal with status 403 if
+    the sender may see the team but not administer it.
     """
     record = _found_team(team, services, sender)
     account = sender.account

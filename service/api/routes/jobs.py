@@ -516,7 +516,7 @@ class _Place:
 class _Asked:
     """Team and sharing (who may read the job) as a request states them for a job that serves a study.
 
-    Each is None if the request does not state it.
+    A field is None if the request does not state it.
     """
 
     team: str | None

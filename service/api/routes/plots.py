@@ -166,8 +166,8 @@ async def get_stops(
     """Compare each stopped trial with its rival, the trial against which a scheduler has stopped it.
 
     The differences are paired by sample, on the samples of each rung that the trial has finished. The first 100 trials
-    are listed. Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the last trial
-    that the rung promoted.
+    are listed. Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the
+    lowest-ranked of the trials that the rung promoted.
     """
     if against is not None and trial is None:
         raise InvalidQuery("against", f"{against} is compared with one trial; give the other as trial")

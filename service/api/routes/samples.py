@@ -85,10 +85,10 @@ async def list_samples(
 ) -> Response:
     """List the samples of a trial, or of two trials side by side: prompts, references, completions and values.
 
-    A trial has a sample right if its value is the best of the metric's range. The metric `entropy` knows no right
-    answers: with it, `counts` and `is_right` are null, and `only` may be `differs` alone. `only` selects the samples
-    that are listed, but `counts` and `difference` always refer to all samples that both trials have. A page ends before
-    `limit` if its texts are long (4 MiB); the link `next` leads to the following samples.
+    A trial has a sample right if its value is the best of the metric's range. With the metric `entropy`, which does not
+    depend on right answers, `counts` and `is_right` are null, and `only` may be `differs` alone. `only` selects the
+    samples that are listed, but `counts` and `difference` always refer to all samples that both trials have. A page
+    ends before `limit` if its texts are long (4 MiB); the link `next` leads to the following samples.
     """
     if only is not None and against is None:
         raise InvalidQuery("only", f"{only} compares two trials; give the other trial as against")
@@ -258,7 +258,8 @@ def _num_bytes(sample: SampleDocument) -> int:
 def _scored_sample(sample: SampleResult, best: float | None, *, is_image: bool) -> ScoredSampleDocument:
     """Describe a trial's response to a sample. The response is right if its value is `best`.
 
-    If `best` is None, the metric knows no right answers. The response to an image has predicted classes.
+    If `best` is None, the metric does not say whether a response is right. The response to an image has predicted
+    classes.
     """
     has_text = bool(sample.response or sample.tokens)
     response = sample.response if has_text else None

@@ -29,10 +29,10 @@ def store_analysis(
 ) -> None:
     """Analyse trained experts if the specification asks for an analysis, and store the result as an event.
 
-    `pipeline` is the specification of the fine-tuning. `places` has the experts' directories, keyed by alias. `writer`
-    stores the event, and `heartbeat` gets the progress. The function does nothing if an earlier driver has stored the
-    analysis. `note` is called with messages about the progress. `access` limits the files that may be read; None is no
-    limit. Raises Conflict if the experts cannot be analysed.
+    `pipeline` is the specification of the fine-tuning. `places` contains the experts' directories, keyed by alias.
+    `writer` stores the event, and `heartbeat` gets the progress. The function does nothing if an earlier driver has
+    stored the analysis. `note` is called with messages about the progress. `access` limits the files that may be read;
+    None is no limit. Raises Conflict if the experts cannot be analysed.
     """
     if pipeline.analysis is None or stored_analysis(store, writer.job_id) is not None:
         return

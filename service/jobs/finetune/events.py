@@ -44,7 +44,7 @@ def storing_events(
 ) -> Iterator[None]:
     """Context that stores new losses and evaluations of running trainings as events every 2 s.
 
-    `places` has the experts' directories, keyed by alias. `writer` stores the events, and `heartbeat` gets the
+    `places` contains the experts' directories, keyed by alias. `writer` stores the events, and `heartbeat` gets the
     progress. `spec_file` and `worker_file` are names of files in each expert's directory. The training writes
     `spec_file` when it starts, and its workers write `worker_file` when they start. While `worker_file` is missing, or
     older than `spec_file`, `heartbeat` reports that this process waits for workers.
@@ -78,9 +78,9 @@ def storing_events(
 class _HistoryEvents:
     """Writer of events about new losses and evaluations in the training of experts.
 
-    `places` has the directory of each expert, keyed by alias. The directory has a history, a file to which the training
-    adds a line for each update and each evaluation. The method `store_new` reads the new lines and stores them as
-    events with `writer`. `heartbeat` gets the progress.
+    `places` contains the directory of each expert, keyed by alias. The directory has a history, a file to which the
+    training adds a line for each update and each evaluation. The method `store_new` reads the new lines and stores them
+    as events with `writer`. `heartbeat` gets the progress.
     """
 
     def __init__(self, store: Store, writer: JobWriter, heartbeat: Heartbeat, places: Mapping[str, Path]) -> None:
@@ -108,9 +108,9 @@ class _HistoryEvents:
 
 
 def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
-    """Yield one event for several training `updates`: the last update, with the losses of all updates as `losses`.
+    """Yield one event for several training `updates`: the last update, with all losses under the key "losses".
 
-    `losses` has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
+    This key has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
     adjacent updates by the step of the last update and the mean of their losses. If there are no updates, no event is
     yielded.
     """

@@ -155,10 +155,10 @@ def train_here(
     """Train the expert that `spec` describes in the current process, alone or together with other processes.
 
     All processes that train the expert together call this function. `is_writer` is True in exactly one of these
-    processes. This process first waits until the workers of an earlier driver have ended. At the end it writes the
-    summary to `directory` or, if the training failed, the reason. `report` is called with the step and the metrics,
-    such as the loss, of each update and each evaluation. `device` is the torch device; None lets the training choose.
-    `access` limits the files that evaluation tasks may read; None is no limit.
+    processes, the writer. The writer first waits until the workers of an earlier driver have ended. At the end, the
+    writer writes the summary to `directory` or, if the training failed, the reason. `report` is called with the step
+    and the metrics, such as the loss, of each update and each evaluation. `device` is the torch device; None lets the
+    training choose. `access` limits the files that evaluation tasks may read; None is no limit.
     """
     from workers.training.finetuning.trainer import train
 

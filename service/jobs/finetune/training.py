@@ -124,8 +124,8 @@ def run_fleet(
         finished: Called in the caller's thread with the alias and the summary of an expert, as soon as it is trained.
         access: Files that evaluation tasks may read; None is no limit.
 
-    Raises InvalidModel, InvalidTask, Conflict, ConnectionError and TrainingFailed as `run_finetune`, and Conflict if
-    the cluster is too small for `parallel` experts.
+    Raises InvalidModel, InvalidTask, Conflict, ConnectionError and TrainingFailed in the same cases as `run_finetune`.
+    Also raises Conflict if the cluster is too small for `parallel` experts.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
     if len(unfinished) > 1:

@@ -22,8 +22,8 @@ Level = Literal["syntax", "full"]
 def check_file(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     """Check a study file without reading models and tasks: its keys, values, contradictions and paths.
 
-    `document` is the content of the study file, and `context` says which files the study may name. The `facts` of the
-    returned job are empty. Raises InvalidStudy with every problem.
+    `document` is the content of the study file, and `context` says which files the study may name. The field `facts` of
+    the result is empty. Raises InvalidStudy with every problem.
     """
     from service.jobs.search.request import read_study
 
@@ -35,7 +35,7 @@ def check_with_plan(document: Mapping[str, Any], context: RequestContext) -> Acc
     """Make all checks of a submitted study, without creating the study, and compute its plan.
 
     `document` is the content of the study file, and `context` says which files and other studies the study may read.
-    The plan is in the `facts` of the returned job: samples, hours, memory and disk space. Raises InvalidStudy with
+    The field `facts` of the result contains the plan: samples, hours, memory and disk space. Raises InvalidStudy with
     every problem.
     """
     from service.jobs.search.dry_run import checked_plan

@@ -91,7 +91,7 @@ def _view(jobs: Sequence[JobRecord], store: Store, artifacts: ArtifactStore) -> 
 def _demand(job: JobRecord) -> Demand:
     """Numbers of replicas (processes with one engine each) and GPUs with which a running study counts towards quotas.
 
-    A replica that runs on CPU cores counts as one with a GPU, as in the study's limit `max_gpu_hours`.
+    A replica that runs on CPU cores counts as a replica with one GPU, as in the study's limit `max_gpu_hours`.
     """
     engine = job.document.get("engine", {})
     replicas = engine.get("replicas", 1)

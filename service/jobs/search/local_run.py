@@ -107,8 +107,8 @@ def evaluate_run(
     If the study has not ended, its search is finished first. `added` are the benchmarks. `view` receives progress and
     messages, `resources` are the functions that connect to Ray and open scoring replicas, and `observer` is called
     after each stored result, with a word for the result. Raises Conflict, ConnectionError, StudyFailed and
-    EngineUnavailable as `run_study`, NotFound if there is no study in `directory`, and InvalidStudy if a benchmark does
-    not fit the study.
+    EngineUnavailable in the same cases as `run_study`, NotFound if there is no study in `directory`, and InvalidStudy
+    if a benchmark does not fit the study.
     """
     with read_run(directory) as (store, record):
         study = study_with(record, added, trials=store.trial_numbers(record.id))

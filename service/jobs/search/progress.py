@@ -114,7 +114,7 @@ class Pace:
 
 
 class PaceMeter:
-    """Meter of a study's speed and remaining time, which makes a `Pace` for displays.
+    """Meter that computes a study's speed and remaining time (`Pace`), for displays of progress.
 
     Speeds are samples per second, and steps (gradients and policy updates) per second. Speeds are measured over the
     last 60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples

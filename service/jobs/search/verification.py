@@ -88,8 +88,8 @@ def _chosen(
 
     The selected trials are the trials that differed in earlier verifications, the best trial, and random trials.
     `options.trials` is the number of the best and the random trials together. The random trials are drawn, with the
-    seed of the checked study `preflight`, from the trials that were scored on all samples of the search. `known` has
-    the stored reports of earlier verifications, keyed by trial number.
+    seed of the checked study `preflight`, from the trials that were scored on all samples of the search. `known`
+    contains the stored reports of earlier verifications, keyed by trial number.
     """
     candidates = full_budget_trials(trials)
     winner = best_trial(trials, preflight.tasks.objectives)

@@ -115,12 +115,12 @@ class IdleTimer:
         self.num_requests = 0
 
     def begin(self) -> None:
-        """Record that a request begins."""
+        """Record that a request to the served study begins; until it ends, the study does not count as idle."""
         self._num_in_use += 1
         self.num_requests += 1
 
     def end(self) -> None:
-        """Record that a request has ended."""
+        """Record that a request to the served study has ended; the time without requests is counted from now on."""
         self._num_in_use -= 1
         self._used_at = self._clock()
 

@@ -1,7 +1,7 @@
 """HTTP application of the driver of a served study, with routes that are compatible with OpenAI's.
 
-Only the server may use it: each request has a secret that the driver stored in the database. The server checks the
-rights of users before it passes a request on. Fields and errors have the names that OpenAI's API gives them.
+Only the server may use the application: each request has a secret that the driver stored in the database. The server
+checks the rights of users before it passes a request on. Fields and errors have the names that OpenAI's API gives them.
 """
 
 from __future__ import annotations
@@ -283,7 +283,7 @@ def openai_app(trials: ServedTrials, gate: Gate, *, secret: str, timer: IdleTime
 
 
 class _Answer:
-    """The answer to a request: one document, or a stream of events."""
+    """The answer to a request for a completion: one document, or a stream of events."""
 
     def __init__(self, body: ChatBody | TextBody, recipe: Recipe) -> None:
         self._body = body

@@ -25,12 +25,13 @@ MAX_ONGOING = 64
 class ServeCompleters:
     """Replicas on Ray Serve that complete prompts with merges of the model family `family`.
 
-    Implements `service.jobs.completers.Completers`. `options` are the options of the engines. `own` is the name of the
-    Serve application with the replica that belongs to the served study alone. Replicas that are idle for `keep_idle_s`
-    seconds are stopped, so that no replica stays if this process is killed.
+    The class implements `service.jobs.completers.Completers`. `options` are the options of the engines. `own` is the
+    name of the Serve application with the replica that belongs to the served study alone. Replicas that are idle for
+    `keep_idle_s` seconds are stopped, so that no replica stays if this process is killed.
 
-    Replicas on GPUs and on the CPU have applications of different names (`app_name`). Machines come and go while a
-    study is served, so the shared application is looked up at each use; `close` stops the one that was opened last.
+    Replicas on GPUs and on the CPU have Serve applications of different names. Machines come and go while a study is
+    served, so the name of the application that is shared with searches is computed at each use. The method `close`
+    stops the application that was opened last.
     """
 
     def __init__(self, family: Family, options: EngineOptions, *, own: str, keep_idle_s: float) -> None:
@@ -41,7 +42,7 @@ class ServeCompleters:
         self._keep_idle_s = keep_idle_s
 
     def _name(self, place: Place) -> str:
-        """Name of the Serve application that the machines of this moment give `place`."""
+        """Name of the Serve application with the replicas of the kind `place`, on the cluster's present machines."""
         if place is Place.OWN:
             return self._own
         return app_name(self._family, self._options, on_gpus=runs_on_gpus(self._family, gpu_need()))

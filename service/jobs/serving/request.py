@@ -83,8 +83,9 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 def accepted_for(study: JobRecord, request: ServingRequest, sender: Account | None) -> Accepted:
     """Make the job that serves the trials of `study`, in the form in which jobs are stored.
 
-    The job's name is stated in `request`; by default, it is the study's name with `-served`. Raises InvalidStudy if
-    `request` lets engines be shared with a search (`shares_engines`), and `sender` is not an administrator.
+    The job's name is stated in `request`; by default, the name is the study's name followed by `-served`. Raises
+    InvalidStudy if the option `shares_engines` of `request` lets engines be shared with a search, and `sender` is not
+    an administrator.
     """
     if request.shares_engines and sender is not None and not sender.is_admin:
         message = "only administrators of the server may let chats use the engines of a search"

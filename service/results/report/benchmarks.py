@@ -58,7 +58,7 @@ def _chart(
 
     `rows` have the trials' values. `kind` is "values" for the benchmark `name`, or "averages" for the average of the
     group of benchmarks `name`. `column` has direction and range of the benchmark. The trial with the number `best` is
-    marked. The result contains the chart under "svg", and `title` under "name".
+    marked; None marks no trial. The result contains the chart under "svg", and `title` under "name".
     """
     found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
     for row in rows:
@@ -91,7 +91,7 @@ def _attacked(
     """Build the data of the table of a benchmark's results with adversarial prompts, with the most robust trial first.
 
     `rows` have the results of the trials, and `column` is the benchmark. A trial is more robust if attacked prompts
-    lower its value less. The row of the trial with the number `best` is marked.
+    lower its value less. The row of the trial with the number `best` is marked; None marks no row.
     """
     name, attack = column["name"], column["attack"] or {}
     found = [(row, row["attacks"][name]) for row in rows if name in row["attacks"]]
@@ -111,7 +111,7 @@ def _judged(rows: Sequence[BenchmarkRowDocument], column: BenchmarkColumnDocumen
     """Build the data of the table of a benchmark whose completions a judge (an LLM) has rated, best trial first.
 
     `rows` have the results of the trials, and `column` is the benchmark. The row of the trial with the number `best` is
-    marked.
+    marked; None marks no row.
     """
     name, judge = column["name"], column["judge"] or {}
     found = [(row, row["judged"][name]) for row in rows if name in row["judged"]]

@@ -378,7 +378,7 @@ def forest(
 class Bar:
     """A part of a stacked bar; `share`, in [0, 1], is its length.
 
-    `label` is its name, and `style` is the inline CSS style of the part.
+    `label` is the name of the part, and `style` is its inline CSS style.
     """
 
     label: str

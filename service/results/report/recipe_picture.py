@@ -109,7 +109,7 @@ def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
 
     The parts are all layers together, each component of layers (attention, MLP, norms), the embedding, the head, and
     the single tensors that differ from their component. The mean is over the merges of the part, such as the merges of
-    its layers. The shares of a part sum to 1; they follow from the coefficients (`model_shares`).
+    its layers. The shares of a part sum to 1; they follow from the coefficients (function `model_shares`).
     """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:

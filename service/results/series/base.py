@@ -52,7 +52,7 @@ class Chart(Generic[Series]):
     def json(self, run: RunRecord) -> bytes:
         """Compute the chart's data for `run` as JSON text.
 
-        Fields that the class of the data marks with `exclude` are left out.
+        Fields that the class of the data declares with pydantic's `exclude` are left out.
         """
         return self._adapter.dump_json(self(run))
 
@@ -64,7 +64,7 @@ class Chart(Generic[Series]):
     def document(self, run: RunRecord) -> Any:
         """Compute the chart's data for `run` as JSON types.
 
-        Fields that the class of the data marks with `exclude` are left out.
+        Fields that the class of the data declares with pydantic's `exclude` are left out.
         """
         return self._adapter.dump_python(self(run))
 

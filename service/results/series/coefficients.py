@@ -62,7 +62,8 @@ def _searched(configuration: Mapping[str, Any], experts: list[str]) -> Iterator[
     """Yield the parameters of a configuration as experts' coefficients, each with its layer and component.
 
     A parameter is a coefficient of an expert if its value is a number and its name ends with "." and the expert's
-    alias. If the configuration has any other parameter, or no coefficient of a layer, nothing is yielded.
+    alias. Nothing is yielded if the configuration has a parameter that is no coefficient, or if none of its
+    coefficients belongs to a layer.
     """
     found = []
     for key, value in configuration.items():

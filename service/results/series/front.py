@@ -109,7 +109,7 @@ def _interval_of_mean(trial: TrialResult, intervals: Mapping[str, Bounds], names
     """Ends of the 95 % interval of the mean of the objectives `names`; None for fewer than two objectives.
 
     `intervals` has the ends of each objective's interval, from which the ends of the mean's interval are computed
-    (`mean_of`).
+    (function `mean_of`).
     """
     if len(names) < 2:
         return None
@@ -121,9 +121,10 @@ def _interval_of_mean(trial: TrialResult, intervals: Mapping[str, Bounds], names
 def _interval(trial: TrialResult, objective: Objective, full_budget: int) -> Bounds:
     """Ends of the 95 % interval of a trial's value on search data, clipped to the objective's range.
 
-    The interval is computed by `interval_of_mean`, as for the list of studies, with the number of samples of the
-    trial's last rung, or else `full_budget`. A value of a single sample has no standard error; its interval is the
-    whole range. Objectives that count the recipe's layers or parameters are exact: both ends are the value.
+    The function `interval_of_mean` computes the interval from the value, its standard error and the number of samples
+    of the trial's last rung (or `full_budget`, if this number is not stored). A value of a single sample has no
+    standard error; its interval is the whole range. Objectives that count the recipe's layers or parameters are exact:
+    both ends are the value.
     """
     value = trial.values[objective.name]
     if objective.cost_of_recipe is not None:

@@ -1,4 +1,4 @@
-"""Analysis of fleets (experts of one fine-tuning): task vectors and losses of merges, computed or read if stored."""
+"""Analysis of fleets (experts of one fine-tuning): task vectors and losses of merges."""
 
 from __future__ import annotations
 
@@ -125,10 +125,10 @@ def _mixed(
 ) -> MixedDocument:
     """Measure merges of two experts, one from each of two fleets (a fleet is the experts of one fine-tuning).
 
-    `names` are the names of the two fleets. `first` has the specifications and the directories of the first fleet's
-    experts, keyed by alias. `places` has the directories of the second fleet's experts, keyed by alias. `samples` is
-    the number of samples by which coefficients are chosen. `wudi` says whether WUDI-Merging is among the methods.
-    `progressed` is called after every merge. `access` limits the files that tasks may read; None is no limit.
+    `names` are the names of the two fleets. `first` contains the specifications and the directories of the first
+    fleet's experts, keyed by alias. `places` contains the directories of the second fleet's experts, keyed by alias.
+    `samples` is the number of samples by which coefficients are chosen. `wudi` says whether WUDI-Merging is among the
+    methods. `progressed` is called after every merge. `access` limits the files that tasks may read; None is no limit.
     """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 

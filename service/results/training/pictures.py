@@ -144,7 +144,7 @@ def _curves(fleets: Sequence[FleetAnalysisDocument]) -> list[dict[str, Any]]:
 
     A chart has a line for each fleet (the experts of one fine-tuning). The losses are measured on the samples on which
     the coefficients are chosen. A method for which only one coefficient was tried has no chart. Each entry of the
-    result has the method's name under "name" and the chart under "svg".
+    result contains the method's name under "name" and the chart under "svg".
     """
     charts = []
     for rows in zip(*(fleet["merges"] for fleet in fleets), strict=True):

@@ -177,10 +177,11 @@ def engine_speeds(
 
 
 def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
-    """Whether ranks on GPUs merge only the elements that they hold, by all merge methods of the study's search space.
+    """Whether each rank on a GPU merges only the elements that it holds, for every merge method of a study.
 
-    Ranks divide the work in this way for methods with a kernel for CUDA. `sources` are the models of the study; tensors
-    computed from adapters are read whole by each rank.
+    The merge methods are the methods of the study's search space. Ranks divide the work in this way for methods with a
+    kernel for CUDA. `sources` are the models of the study. If a model is an adapter, the result is False, because each
+    rank then reads whole tensors.
     """
     from workers.merging.kernels import ON_CUDA
 

@@ -2,8 +2,8 @@
 
 The model computes the seconds of a pass of a language model over tokens in two ways: from the pass's operations, and
 from the bytes of weights and KV cache that the pass reads. The device reaches only a share of its speed or bandwidth.
-The longer time counts. Fixed costs of each layer, sample and evaluation are added. The shares and fixed costs
-(`Calibration`) of CPUs were fitted to models of 1M and 75M parameters (`make bench ONLY=plan`). The values for GPUs are
+The longer time counts. Fixed costs of each layer, sample and evaluation are added. The shares and fixed costs (class
+`Calibration`) of CPUs were fitted to models of 1M and 75M parameters (`make bench ONLY=plan`). The values for GPUs are
 assumptions, because no engine has run on a GPU yet.
 """
 

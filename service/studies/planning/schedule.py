@@ -25,9 +25,9 @@ __all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study
 
 @dataclass(frozen=True)
 class Bounds:
-    """Bounds on a number, such as seconds.
+    """Lower and upper bound on a number, such as seconds.
 
-    `least` is the bound if answers are as long as the reference answers. `most` is the bound if all answers have the
+    `least` is the number if answers are as long as the reference answers. `most` is the number if all answers have the
     largest length that their tasks allow.
     """
 
@@ -181,7 +181,7 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
     """Work of scoring samples of several tasks, under two assumptions about the answers.
 
     Returns (work if answers are as long as the references, work if all answers have their largest length). `samples`
-    has the number of samples and `lengths` has the mean lengths, keyed by task.
+    contains the number of samples and `lengths` contains the mean lengths, keyed by task.
     """
     total = sum(samples.get(name, 0.0) for name in lengths)
     if not total:

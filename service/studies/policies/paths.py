@@ -51,7 +51,7 @@ def policy_paths(
 
     `record` is the study's job in `store`, and `artifacts` has its policy (a trained network). A layer path is the
     sequence of source models' layers of which a merged model consists. Paths are ordered by the policy's own estimate
-    of their outcome, the best first. `preference` has the weight of each objective, keyed by name. `experts` maps
+    of their outcome, the best first. `preference` contains the weight of each objective, keyed by name. `experts` maps
     aliases to the models that replace the study's experts; None keeps the study's experts. If the study's paths may use
     merged layers (layers that are merged from the layers of all models), the merged layers are computed with
     `preference` as the weights.
@@ -127,7 +127,7 @@ def _check_models(record: JobRecord, study: Study, fingerprints: Mapping[str, st
 
     The models have the content fingerprints `fingerprints` and `num_layers` layers each. `study` is the study file.
     Raises Conflict if the models of the study have another number of layers. Also raises Conflict if the policy has a
-    learned embedding of each model (`knows_models`) and was trained for other models.
+    learned embedding of each model (option `search.hm3.knows_models`) and was trained for other models.
     """
     before = ResolvedStudy.of(record)
     if num_layers != before.num_layers:

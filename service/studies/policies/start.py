@@ -36,8 +36,8 @@ def check_start(preflight: PreflightResult, *, open_study: OpenStudy, artifacts_
 
     `preflight` is the checked study. `search.hm3.start` in its study file names the other study; a study without this
     option always passes. `open_study` opens the other study. `artifacts_in` is the location of the server's artifacts
-    (files that jobs store), which have the policies. Raises InvalidStudy if the policies do not exist, or do not fit
-    the study.
+    (files that jobs store), among which are the policies. Raises InvalidStudy if the policies do not exist, or do not
+    fit the study.
     """
     if preflight.study.search.hm3.start is None:
         return
@@ -125,8 +125,8 @@ def _iterations(
     one policy for each preference vector (weights of the objectives), each policy takes the latest checkpoint that the
     other study's policy for the same vector has. If the new study has a single policy for all vectors, this policy
     takes the latest of all checkpoints. `preflight` is the checked new study. `record` and `other` are the job and the
-    setting of the other study, and `checkpoints` has its checkpoints, keyed by iteration. Raises Conflict if the other
-    study has no policy for one of the vectors.
+    setting of the other study, and `checkpoints` contains its checkpoints, keyed by iteration. Raises Conflict if the
+    other study has no policy for one of the vectors.
     """
     if preflight.study.search.hm3.policy == "conditioned":
         return [max(checkpoints)]

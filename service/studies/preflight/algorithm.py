@@ -72,8 +72,9 @@ def algorithm_of(
     which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must have a
     searcher or a search space that uses them.
 
-    `losses` says which loss each objective has (`fitted_losses`). `lack_of_room` is the reason why no device has enough
-    memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no gradients.
+    `losses` says which loss each objective has (see the function `fitted_losses`). `lack_of_room` is the reason why no
+    device has enough memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no
+    gradients.
     """
     if study.search.recipes:
         return Algorithm("random", "the study scores given recipes and searches nothing")
@@ -265,9 +266,9 @@ def check_refinement(study: Study, losses: FittedLosses, problems: list[Problem]
 def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> FittedLosses:
     """Find the loss of each objective of a study from which gradients with respect to coefficients can be computed.
 
-    `tasks` has the objectives' tasks, keyed by name. The option `search.gradient.loss` of the study file chooses the
-    loss. If the study file chooses the entropy of predictions, and a task does not have this loss, a problem is added
-    to `problems`.
+    `tasks` contains the objectives' tasks, keyed by name. The option `search.gradient.loss` of the study file chooses
+    the loss. If the study file chooses the entropy of predictions, and a task does not have this loss, a problem is
+    added to `problems`.
     """
     from workers.evaluation.references import lack_of_entropy, lack_of_references
 

@@ -19,9 +19,9 @@ Sections = Mapping[str, Mapping[str, TaskSpec]]
 def overlaps_of(study: Study, search: Mapping[str, TaskSpec], sections: Sections) -> tuple[Overlap, ...]:
     """Measure how much of each holdout entry and each benchmark of a study is also in its search data.
 
-    `search` has the tasks of the objectives, keyed by name. `sections` has the tasks of holdout data and benchmarks, by
-    section of the study file ("holdout" or "benchmarks") and name. Without search data there are no overlaps. Raises
-    InvalidTask if a task cannot be built.
+    `search` contains the tasks of the objectives, keyed by name. `sections` has the tasks of holdout data and
+    benchmarks, by section of the study file ("holdout" or "benchmarks") and name. Without search data there are no
+    overlaps. Raises InvalidTask if a task cannot be built.
     """
     if not search:
         return ()
@@ -52,9 +52,10 @@ def check_overlaps(
 ) -> None:
     """Check that the overlap of held-out data and benchmarks with the search data is within the study file's limit.
 
-    `search` has the tasks of the objectives, keyed by name. `sections` has the tasks of holdout data and benchmarks, by
-    section of the study file ("holdout" or "benchmarks") and name. `accepted` are entries that an earlier check has
-    accepted, such as "holdout.math"; they are not checked again. Raises InvalidStudy with every problem.
+    `search` contains the tasks of the objectives, keyed by name. `sections` has the tasks of holdout data and
+    benchmarks, by section of the study file ("holdout" or "benchmarks") and name. `accepted` are entries that an
+    earlier check has accepted, such as "holdout.math"; they are not checked again. Raises InvalidStudy with every
+    problem.
     """
     new = {
         section: {name: task for name, task in tasks.items() if f"{section}.{name}" not in accepted}

@@ -36,8 +36,9 @@ def with_stored_dtype(options: EngineOptions, stored: str | None, *, on_gpus: bo
     """Engine options with which engines compute in the dtype that a study has stored.
 
     `stored` is that dtype; None for a study that an earlier version stored. `on_gpus` says whether the engines run on
-    GPUs. A dtype other than "auto" stays. "auto" stays if engines on these machines choose the stored dtype by
-    themselves, so that studies share the applications of replicas, whose names depend on the options.
+    GPUs. The dtype in `options` is replaced by `stored` only if it is "auto", and engines on these machines would
+    choose another dtype. Otherwise `options` is returned unchanged, so that studies with equal options share their
+    replicas.
     """
     if options.dtype != "auto" or stored in (None, "bfloat16" if on_gpus else "float32"):
         return options

@@ -129,7 +129,7 @@ def _examine(
     allows_lack: bool,
     note: Callable[[str], None],
 ) -> PreflightResult:
-    """Make all checks of a study; the arguments and errors are those of `examine`."""
+    """Make all checks of a study; the arguments and errors are those of the function `examine`."""
     check_files(study, access)
     problems: list[Problem] = []
     lacks: list[Problem] = []
@@ -291,8 +291,8 @@ def _check_sample_limit(
 
     The first proposals are one trial or, with Hyperband, the whole first bracket (ladder of rungs) of `cycle`. The
     refinement learns coefficients of the trials on the Pareto front. `sources` are the models of the study, from which
-    its baselines follow. `rung_samples` has the number of samples at each rung, keyed by objective; `infos` has facts
-    about each task. A limit that is too low is added to `problems`.
+    its baselines follow. `rung_samples` contains the number of samples at each rung, keyed by objective; `infos` has
+    facts about each task. A limit that is too low is added to `problems`.
     """
     if (most := study.limits.max_samples) is None:
         return

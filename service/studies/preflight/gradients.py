@@ -53,7 +53,7 @@ def gradient_place(
     A GPU is chosen if it has no engine, and if model, gradients and activations fit into its memory. If they fit only
     with recomputed activations, activations are recomputed. Otherwise the CPU is chosen, if the host's memory has room
     for engines and gradients. If the study does not even fit into the host's memory without gradients, the CPU is
-    chosen too: another check reports this lack.
+    chosen too, and `check_memory` reports the lack of memory.
 
     `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
     the memory of the study with gradients on a given device; the device None means without gradients. `max_layers` is

@@ -66,15 +66,15 @@ class MemoryPlan:
     engine_bytes: int
     replicas: int
     available_bytes: int | None
-    """None if it is not known."""
+    """Available host memory in bytes; None if it is not known."""
     gradient_bytes: int = 0
     """Bytes of host memory of the gradient actor; 0 if there is none."""
     statistics_bytes: int = 0
-    """The part of `engine_bytes` for statistics of several sources."""
+    """The part of `engine_bytes` that holds statistics over several source models, which some merge methods need."""
     gpu_weight_bytes: int = 0
     """Bytes of one merge's weights on each GPU; 0 if the engine has no GPU, or merges have any number of layers."""
     gpu_bytes: int | None = None
-    """Memory of each GPU; None if it is not known."""
+    """Memory of each GPU in bytes; None if it is not known."""
 
     @property
     def needed_bytes(self) -> int:
@@ -98,9 +98,9 @@ class MemoryPlan:
 def check_devices(study: Study, sources: ResolvedFamily | None, problems: list[Problem]) -> None:
     """Check that the models `sources` can be split between GPUs, and that this machine has enough GPUs for a study.
 
-    Missing GPUs are added to `problems`. The number of GPUs is checked only if the study runs on this machine. On a Ray
-    cluster, Ray counts the GPUs. If machines are stated for this installation, or by the profile of a plan, their GPUs
-    are counted elsewhere.
+    `sources` is None if the models cannot be read. Each reason why the models cannot be split, and a lack of GPUs, is
+    added to `problems`. The number of GPUs is checked only if the study runs on this machine: not on a Ray cluster
+    (`RAY_ADDRESS` is set), and not if the machines that run engines are stated (function `stated_machines`).
     """
     import torch
 
@@ -145,10 +145,10 @@ def machines_for(
 ) -> tuple[EngineMachines, ...]:
     """Groups of machines that can run a study's engines.
 
-    The result has the groups that are stated for this installation. If no groups are stated, the result has the groups
-    `known`. If no groups are known either, the result is this machine. If some groups have GPUs, groups without GPUs
-    are left out. If engines need GPUs and no group has any, the result is one machine with one GPU and unknown memory.
-    If `available_bytes` is given, each machine has this memory.
+    The result contains the groups that are stated for this installation. If no groups are stated, the result contains
+    the groups `known`. If no groups are known either, the result is this machine. If some groups have GPUs, groups
+    without GPUs are left out. If engines need GPUs and no group has any, the result is one machine with one GPU and
+    unknown memory. If `available_bytes` is given, each machine has this memory.
     """
     import torch
 
@@ -253,7 +253,7 @@ def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
 def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
     """The merge methods that a study's merges use: methods of its search space and its baselines, or of its recipes.
 
-    `sources` are the study's models. If the study file lists recipes, the result has all merge methods, because a
+    `sources` are the study's models. If the study file lists recipes, the result contains all merge methods, because a
     recipe may use any of them.
     """
     if study.search.recipes:

@@ -186,8 +186,8 @@ class PreflightResult:
             start untrained.
         observed: Results of an earlier study that the searcher knows from its first proposal on.
         recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
-        lacks: Reasons why the study does not fit into the memory of the machines. They are in this field only if a plan
-            is to be made; otherwise they are problems.
+        lacks: Reasons why the study does not fit into the memory of the machines. The reasons are in this field only if
+            a plan is to be made; otherwise a lack of memory is a problem, and is raised.
         dtype: Dtype in which engines compute, on the machines for which the study was checked.
         machines: Groups of machines for which the study was checked.
     """
@@ -254,7 +254,8 @@ class PreflightResult:
         The default differs for a searcher that trains policies, which learn from iterations (fixed numbers of trials).
         With such a searcher, proposals may run ahead by at least half an iteration, so that engines have work while a
         policy learns, and while the searcher proposes repeated paths, which need no scoring. Proposals may run ahead by
-        at most one iteration for each replica, and by at most `iterations_ahead` iterations.
+        at most one iteration for each replica, and by at most the number of iterations that the function
+        `iterations_ahead` returns.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -294,7 +295,7 @@ class PreflightResult:
 
     @property
     def _searched_experts(self) -> tuple[str, ...]:
-        """Aliases of the experts whose coefficients are parameters of the search space; empty in all other spaces."""
+        """Aliases of the experts whose coefficients are parameters of the search space; empty if there are none."""
         space = self.space
         if not isinstance(space, DifferentiableSpace):
             return ()

@@ -215,10 +215,10 @@ def check_modality(
 
 
 def check_prompts(study: Study, directory: str, problems: list[Problem]) -> None:
-    """Check that the tokenizer has the study's chat template, and that `max_tokens` is below the context length.
+    """Check that the tokenizer has the study's chat template, and that answers are shorter than the context length.
 
-    `directory` holds the tokenizer and the configuration of the merged model. Problems that are found are added to
-    `problems`.
+    A task states the largest length of an answer as `max_tokens`. `directory` holds the tokenizer and the configuration
+    of the merged model. Problems that are found are added to `problems`.
     """
     prompts = Prompts(directory, study.engine.options)
     asked = study.engine.chat_template
@@ -248,8 +248,8 @@ def objectives_of(
 ) -> tuple[Objective, ...]:
     """Make the objectives of a study, each with its direction of optimisation, range of values and constraints.
 
-    `infos` has facts about the objectives' tasks, keyed by name. An objective whose task could not be built is left
-    out. Objectives may also be costs that count a merge's layers or parameters. `size` has the models' numbers of
+    `infos` contains facts about the objectives' tasks, keyed by name. An objective whose task could not be built is
+    left out. Objectives may also be costs that count a merge's layers or parameters. `size` has the models' numbers of
     layers and parameters, from which the ranges of costs are computed; if it is None, costs are left out. Problems that
     are found are added to `problems`.
     """

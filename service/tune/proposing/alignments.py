@@ -49,13 +49,13 @@ def alignments_in(
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
     Layer paths (sequences of layers of several models) need an alignment where one model's layer follows another
-    model's layer. `inputs` has the models and the texts from which alignments are learned. `before` has the names of
-    the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is in
-    `directory`; all other alignments are learned. `note` is called with messages about the progress.
+    model's layer. `inputs` has the models and the texts from which alignments are learned. `before` contains the names
+    of the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is
+    in `directory`; all other alignments are learned. `note` is called with messages about the progress.
 
-    Raises StudyFailed if an alignment of `before` was lost, and the alignment that is learned in its place is
-    different. Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable if a Ray
-    task cannot be completed.
+    Raises StudyFailed if the file of an alignment of `before` is missing, and the alignment that is learned in its
+    place is different. Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable
+    if a Ray task cannot be completed.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}
@@ -112,8 +112,8 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     """Start the Ray tasks that learn the alignments of `pairs`, and return references to their results, keyed by pair.
 
     An alignment is a map from the residual stream after the pair's first layer to the stream before its second layer.
-    `inputs` has the models and the texts. One task for each model reads activations (`_read`). After that, one task for
-    each pair fits the pair's alignment to the activations.
+    `inputs` has the models and the texts. One task for each model computes activations (function `_read`). After that,
+    one task for each pair fits the pair's alignment to the activations.
     """
     # Engines start later, so that a GPU is free.
     num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0

@@ -80,7 +80,7 @@ def kept_iterations(num_finished: int, num_policies: int) -> range:
 
 
 def checkpoint_digests(steps: Sequence[Step]) -> list[str]:
-    """The sha256 of the checkpoint that each finished training iteration of a study's policies gave, in order.
+    """The sha256 of the policy checkpoint of each finished training iteration of a study, in the order of iterations.
 
     `steps` are the study's stored steps, among which are the policy updates. The digest is "" for an iteration in which
     nothing was learned.

@@ -30,11 +30,11 @@ class GradientInputs:
     """Inputs of a gradient actor: models, engine options, each objective's task, and the coefficients of merges.
 
     `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
-    parameter. If `space` is None, `use_coefficients` must set the coefficients before the first request. `device` is
-    the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations
-    twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are divided, and
-    `tokens` is the largest number of tokens of a pass; None is the default. `entropies` are the objectives whose loss
-    is the entropy of predictions.
+    parameter. If `space` is None, the actor's method `use_coefficients` must be called before the first request.
+    `device` is the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes
+    activations twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are
+    divided, and `tokens` is the largest number of tokens of a forward pass; if `tokens` is None, the model's default
+    applies. `entropies` are the objectives whose loss is the entropy of predictions.
     """
 
     family: Family
@@ -77,7 +77,7 @@ class GradientActor:
         self._completions = completions
 
     def use_coefficients(self, coefficients: Coefficients) -> None:
-        """Set the parameters by which gradients are computed; their values determine the coefficients of merges.
+        """Set the parameters with respect to which gradients are computed; they determine the coefficients of merges.
 
         Every later request describes its merge by a value for each of these parameters.
         """

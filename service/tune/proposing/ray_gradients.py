@@ -58,8 +58,8 @@ class RayGradients:
     def use_completions(self, read: Callable[[], Completions]) -> None:
         """Use source models' completions, which `read` returns, as reference answers of later requests.
 
-        Each request names in its field `completions` the objectives whose losses are computed on such answers. The
-        losses of all other objectives are computed on the tasks' own right answers.
+        Each request names in its field `completions` the objectives whose losses are computed on these completions. The
+        losses of all other objectives are computed on the tasks' own reference answers.
         """
         self._completions = read
         if self.actor is not None:
@@ -147,9 +147,9 @@ class RayGradients:
     def _start(self) -> None:
         """Start the gradient actor, and send it the completions and coefficients that were set for an earlier actor.
 
-        Completions serve as reference answers of losses; coefficients are the parameters by which gradients are
-        computed. The actor executes its calls in order, so it has the completions and the coefficients before the first
-        request.
+        Completions serve as reference answers of losses; coefficients are the parameters with respect to which
+        gradients are computed. The actor executes its calls in order, so it has the completions and the coefficients
+        before the first request.
         """
         inputs = on_free_device(self._inputs, list(available_resources_per_node().values()))
         kind: Any = ray.remote(GradientActor)

@@ -101,8 +101,9 @@ class RayProposer:
         """Begin to compute a proposal in the background; `call` has the arguments of `Proposer.submit`.
 
         A batch is a number of consecutive proposals that are made from the same results. If the searcher requests no
-        computations before a proposal (`proposes_at_once`), the actor also computes the batch's remaining proposals in
-        advance. A proposal that was computed in advance is not computed again when it is submitted.
+        computations before a proposal (its attribute `proposes_at_once` is True), the actor also computes the batch's
+        remaining proposals in advance. A proposal that was computed in advance is not computed again when it is
+        submitted.
         """
         is_next = bool(self._next) and self._follows(call)
         self._call = {"seed": self._seed, **call}

@@ -102,8 +102,8 @@ class SampleCache:
     def chunks(self, positions: Mapping[str, Sequence[int]], split: Split) -> tuple[tuple[Span, ...], ...]:
         """The samples at `positions` in chunks (the samples of one request) of at most `Plan.chunk_samples` samples.
 
-        `positions` has sample positions, keyed by objective, in ascending order. `split` says which data they are from:
-        search, holdout or benchmark data.
+        `positions` contains sample positions, keyed by objective, in ascending order. `split` says which data they are
+        from: search, holdout or benchmark data.
         """
         return _chunks(_spans(positions, self._tasks(split)), self._plan.chunk_samples)
 
@@ -131,9 +131,10 @@ class SampleCache:
         """Make a function that compares the costs of two trials, sample by sample.
 
         The returned function has three arguments: the number of a trial, the number of the trial that it is compared
-        with (its rival), and the index of a rung. It returns an array [num_samples] for each objective, with the cost
-        of the trial minus the cost of the rival on each sample of the rung (`cost_differences`). `trials` has the
-        trials, keyed by number. The function reads it at each call, so trials that are added later can be compared too.
+        with (its rival), and the index of a rung. The returned function computes, for each objective, an array
+        [num_samples] with the cost of the trial minus the cost of the rival on each sample of the rung (method
+        `cost_differences`). `trials` contains the trials, keyed by number. The function reads it at each call, so
+        trials that are added later can be compared too.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 
@@ -214,7 +215,7 @@ class SampleCache:
 def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]) -> list[Span]:
     """Join consecutive sample positions into spans (ranges of positions), separately for each objective.
 
-    `positions` has ascending sample positions, keyed by objective. `tasks` has the task of each objective, which
+    `positions` contains ascending sample positions, keyed by objective. `tasks` has the task of each objective, which
     becomes a part of the span.
     """
     spans: list[Span] = []

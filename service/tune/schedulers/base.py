@@ -57,9 +57,9 @@ class Rung:
 
     - `index`: the rung's index, from 0
     - `order`: the members in the order of their arrival
-    - `members`: for each member, the number of the newest trial whose first result was needed for promoting the member
-      to this rung. This number decides which proposals may use the member's result here. It never decreases along
-      `order`.
+    - `members`: maps each member to the number of the newest trial whose first result was needed for promoting the
+      member to this rung. This number decides which proposals may use the member's result here. The numbers never
+      decrease along `order`.
     - `num_decided`: the number of members on which decisions have been made; they are the first members in `order`
     - `num_seen`: the number of members whose results at this rung proposals may use; they are the first members in
       `order`
@@ -107,8 +107,8 @@ class Decision:
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
     rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which trials are pruned. In
-    racing, it is a trial that is ahead. With other schedulers, it is the last trial that the rung promotes. `rival` is
-    None if no trial is pruned, or if the rung promotes no trial.
+    racing, the rival is a trial that is ahead. With other schedulers, the rival is the lowest-ranked of the trials that
+    the rung promotes. `rival` is None if no trial is pruned, or if the rung promotes no trial.
     """
 
     bracket: int
@@ -246,7 +246,7 @@ class RungTable(ABC):
         """Record the costs of trial `number` at rungs (numbers of samples) where it was not evaluated itself.
 
         Baselines are such trials: they are evaluated only at the last rung, whose samples include the samples of the
-        lower rungs. `costs` has the costs, keyed by the index of the lower rung, one cost for each objective.
+        lower rungs. `costs` contains the costs, keyed by the index of the lower rung, one cost for each objective.
         """
         self._at_looks[number] = dict(costs)
 
@@ -289,7 +289,7 @@ class RungTable(ABC):
         return tuple(short)
 
     def shrink(self) -> tuple[int, ...]:
-        """Make the newest bracket smaller if all brackets together would have more trials than `max_trials`.
+        """Make the newest bracket smaller if all brackets together have more trials than the plan's `max_trials`.
 
         A bracket is a ladder of rungs (numbers of samples at which trials are compared) with a planned number of
         trials. The brackets have too many trials only if the user has reduced `max_trials` after the newest bracket was
@@ -310,7 +310,7 @@ class RungTable(ABC):
     # -- samples ---------------------------------------------------------------------------------------------------
 
     def most_samples_left(self, totals: Sequence[int]) -> int:
-        """The most samples that the study's trials can still take, if each is evaluated up to the last rung.
+        """The most samples that the study's trials can still take, if every trial is evaluated up to the last rung.
 
         A rung is a number of samples at which trials are compared. `totals` contains the number of samples of each
         rung, summed over the objectives. Subclasses may return a smaller number.
@@ -327,7 +327,7 @@ class RungTable(ABC):
         return totals[-1]
 
     def _most_of(self, entry: Entry, totals: Sequence[int]) -> int:
-        """Largest number of samples that a trial can still take: the samples of its last rung without a score.
+        """Largest number of samples that a trial can still take: the samples of its last rung that are not scored yet.
 
         `entry` is the state of the trial. A rung is a number of samples at which trials are compared. `totals` has the
         number of samples of each rung, summed over the objectives.
@@ -429,8 +429,9 @@ class RungTable(ABC):
         """The number of the bracket that the next proposed trial belongs to, and this bracket if it is new, else None.
 
         A bracket is a ladder of rungs, and a rung is a number of samples at which trials are compared. If the newest
-        bracket has all its trials, a new bracket is opened: the bracket that comes next in `cycle`, which is repeated.
-        The new bracket has fewer trials than planned if fewer configurations are left to propose.
+        bracket has all its trials, a new bracket is opened: the bracket that comes next in the list `cycle`, which
+        starts again at its end. The new bracket has fewer trials than planned if fewer configurations are left to
+        propose.
         """
         newest = next(reversed(self._brackets), -1)
         if newest >= 0 and not self._is_full(newest):
@@ -540,7 +541,7 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The last trial, in the order of promotion, among the trials that a rung promotes once all have arrived.
+        """The lowest-ranked of the trials that a rung promotes, once all trials of the rung have arrived there.
 
         A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
         of rungs). Returns None if all trials of the rung failed.

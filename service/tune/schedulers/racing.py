@@ -1,9 +1,9 @@
 """Racing: a scheduler that compares each trial with the best trials on the same samples, and stops worse trials.
 
 Trials are compared at each rung, which is a fixed number of samples of every objective. Birattari et al., "A racing
-algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here a trial is stopped as soon as
-its results are worse. Therefore bad trials cost few samples, but a good trial that starts badly may be lost. With a
-`Bound`, which is a statistical test, the probability that such a trial is lost is limited.
+algorithm for configuring metaheuristics" (2002), stop a trial by a statistical test. Here the test (class `Bound`) is
+optional, and limits the probability that a good trial is stopped. Without the test, a trial is stopped as soon as its
+results are worse: bad trials then cost few samples, but a good trial that starts badly may be lost.
 """
 
 from __future__ import annotations
@@ -61,9 +61,10 @@ class RacingTable(RungTable):
         return tuple(decisions)
 
     def _rival_ahead(self, entry: Entry, rung: int, rivals: Sequence[Candidate]) -> int | None:
-        """The number of the first of `rivals` that is ahead of the trial of `entry` at a rung; None if no rival is.
+        """Find the first of `rivals` that is ahead of the trial of `entry` at a rung; None if no rival is ahead.
 
-        A rung is a number of samples at which trials are compared; `rung` is its index.
+        A rung is a number of samples at which trials are compared; `rung` is its index. Returns the number of the
+        rival's trial.
         """
         if self._bound is None:
             own = self._candidate(entry, rung, entry.costs[rung])

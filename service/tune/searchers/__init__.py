@@ -1,6 +1,7 @@
-"""Search algorithms: each module defines the searcher SEARCHER of one algorithm in `search_spaces.searchers`.
+"""Search algorithms, each in a module of its own, whose attribute SEARCHER is the searcher.
 
-Importing this package does not import the libraries that propose: SMAC, scikit-learn, Optuna and cmaes.
+`search_spaces.searchers` lists the algorithms. Importing this package does not import the libraries that propose: SMAC,
+scikit-learn, Optuna and cmaes. Several searchers share these modules:
 
 - `base`: the interface of searchers, and the data that they receive
 - `adam`: Adam, recomputed from stored gradients

@@ -51,7 +51,7 @@ class Observation:
     fidelity: float
     costs: tuple[float, ...] | None
     number: int = field(kw_only=True)
-    """Trial number."""
+    """Number of the trial."""
     rung: int = field(kw_only=True)
     standard_errors: tuple[float | None, ...] = field(default=(), kw_only=True)
     constraints: tuple[float, ...] = field(default=(), kw_only=True)
@@ -77,8 +77,8 @@ class SearchSetting:
     - `observed`: results of an earlier study, which come before the results of the study's own trials; trials of the
       earlier study have negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest version
-    - `experts`: the experts whose coefficients are parameters, whose role is the expert's alias; empty in spaces
-      without such parameters
+    - `experts`: the aliases of the experts whose coefficients are parameters of the search space; the role of a
+      coefficient's parameter is the expert's alias
     - `has_completions`: whether models answer by completions, which may serve as reference answers
     """
 

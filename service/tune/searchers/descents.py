@@ -1,8 +1,8 @@
 """Gradient descents of a search, one for each preference vector: their order, and where each descent starts.
 
 The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier descents. Each later descent starts at the end of the nearest earlier descent, so that few steps
-are enough. Distances are Euclidean.
+the vectors of earlier descents. Each later descent starts at the end of the earlier descent with the nearest vector, so
+that few steps are enough. Distances are Euclidean.
 """
 
 from __future__ import annotations
@@ -110,8 +110,9 @@ def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """The order of the gradient descents, one for each of the preference vectors [num_vectors, num_objectives].
 
     The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
-    vectors before it. For each descent, the result has the index of its vector and the numbers of all earlier descents,
-    sorted by the distance between their vectors and its own vector. At equal distances the earlier descent comes first.
+    vectors before it. For each descent, the result contains the index of its vector and the numbers of all earlier
+    descents, sorted by the distance between their vectors and its own vector. At equal distances the earlier descent
+    comes first.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

@@ -72,12 +72,12 @@ def archive(
 
 
 def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[float, ...]], scalarisation: str) -> int:
-    """The index of the last layer path (sequence of layers) that set a record for at least one preference vector.
+    """The index of the latest layer path (sequence of layers) that set a record for at least one preference vector.
 
     `preferences` are the vectors, each with the weights of the objectives. A path sets a record for a vector if its
     outcome for this vector is better than the outcomes of all earlier paths. The outcome combines the objective values
-    into one number (`outcomes_of`); `scalarisation` is the formula for this. `values` [num_paths, num_objectives] has
-    the objective values of the paths in their order.
+    into one number (function `outcomes_of`); `scalarisation` is the formula for this. `values` [num_paths,
+    num_objectives] has the objective values of the paths in their order.
     """
     return max(int(outcomes_of(values, preference, scalarisation).argmax()) for preference in preferences)
 

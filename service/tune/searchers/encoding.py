@@ -157,8 +157,8 @@ class Encoding:
 
         A role is a meaning that parameters of different layers share, such as the coefficient of a method. All
         parameters with the same role share these values. For a role of categorical parameters, or of numbers with at
-        most `num_levels` values, the result has all values. For any other role, the result has `num_levels` numbers,
-        evenly spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
+        most `num_levels` values, the result contains all values. For any other role, the result has `num_levels`
+        numbers, evenly spaced over the whole range. Roles are in the order of the columns that the method `tied` takes.
         """
         levels = np.linspace(0.0, 1.0, num_levels)
         first = [column for column, role in enumerate(self._role) if column == role]

@@ -3,15 +3,15 @@
 The loss is the cross-entropy of reference answers (`workers.training.gradients`): a few forward and backward passes
 improve all coefficients at once. AdaMerging (Yang et al., "AdaMerging: Adaptive Model Merging for Multi-Task Learning",
 ICLR 2024, arXiv 2310.02575) also learns coefficients by gradients, but the gradients are of the entropy of predictions,
-which needs no labels. Tasks of images may have this loss (`GradientOptions.loss`).
+which needs no labels. Tasks of images may have this loss (option `search.gradient.loss`).
 
-First, `loss_comparison` decides whether gradients are used. If they are not used, SMAC proposes all trials. If they are
-used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A local search
-from the best trial follows.
+First, the module `loss_comparison` decides whether gradients are used. If they are not used, SMAC proposes all trials.
+If they are used, a descent starts at the defaults of the space's parameters, and some of its points become trials. A
+local search from the best trial follows.
 
-A study with preference vectors has a descent for each vector (`descents`). After the descents, points halfway between
-trials of the front are proposed (`midpoints`). When no midpoint would add to the front, a local search follows for each
-vector in turn.
+A study with preference vectors has a descent for each vector (module `descents`). After the descents, points halfway
+between trials of the front are proposed (module `midpoints`). When no midpoint would add to the front, a local search
+follows for each vector in turn.
 """
 
 from __future__ import annotations
@@ -164,9 +164,9 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
     """The observations in `context` with the costs of all objectives combined into one cost, as the local search needs.
 
     The cost is the mean over the objectives. In a study with preference vectors (weights of the objectives) it is the
-    mean weighted by the vector for which the present trial is proposed (`_turn`). Trials that were proposed for other
-    vectors are then marked as not proposed. The local search learns the size of its steps from proposed trials, and the
-    success of a trial for another vector says nothing about this size.
+    mean weighted by the vector for which the present trial is proposed (function `_turn`). Trials that were proposed
+    for other vectors are then marked as not proposed. The local search learns the size of its steps from proposed
+    trials, and the success of a trial for another vector says nothing about this size.
     """
     setting = context.setting
     turn = _turn(context.number, setting)

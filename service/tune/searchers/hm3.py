@@ -136,7 +136,7 @@ class Hm3Searcher:
         """At most `count` configurations that a trained policy proposes for one preference, the best first.
 
         `preference` is a vector with the weight of each objective. `parameters`, `seed` and `setting` belong to the
-        study that trained the policy; `checkpoints` has the policy's checkpoints, keyed by training iteration. The
+        study that trained the policy; `checkpoints` contains the policy's checkpoints, keyed by training iteration. The
         newest checkpoint that fits the vector is used; it is not trained further. Raises ValueError if there is no
         checkpoint, or if all checkpoints are for other vectors.
         """

@@ -2,7 +2,7 @@
 
 The forest and the acquisition function are SMAC's. SMAC's rungs, promotion and state are not used: the forest is
 trained for every proposal. The forest learns from all rungs, with the fidelity as one more feature, or from the highest
-rung that has enough results, as in SMAC (`rung_choice`).
+rung that has enough results, as in SMAC; the module `rung_choice` makes the choice.
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
 and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, the local search

@@ -270,14 +270,20 @@ IMAGE_TRAINING = ImageTraining()
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Context manager that hides transformers' warnings about a missing head or a head of another size."""
+    """Context manager that hides transformers' warnings about a missing head or a head of another size.
+
+    A filter hides them, because transformers warns about tensor parallelism if the logger has a level of its own.
+    """
     logger = logging.getLogger("transformers.modeling_utils")
-    before = logger.level
-    logger.setLevel(logging.ERROR)
+    logger.addFilter(_is_error)
     try:
         yield
     finally:
-        logger.setLevel(before)
+        logger.removeFilter(_is_error)
+
+
+def _is_error(record: logging.LogRecord) -> bool:
+    return record.levelno >= logging.ERROR
 
 
 def _description(spec: FinetuneSpec) -> dict[str, Any]:

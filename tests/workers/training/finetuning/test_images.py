@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -109,6 +110,18 @@ def test_a_new_head_is_trained(place: Path, tmp_path: Path) -> None:
     assert read_history(tmp_path / "out" / METRICS)[0]["loss"] == pytest.approx(torch.log(torch.tensor(3.0)))
     expert = stored(tmp_path / "out" / EXPERT)
     assert all(float(expert[name].abs().max()) > 0 for name in HEAD)
+
+
+def test_replacing_a_head_gives_no_warning(place: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """A model without a head, or with a head of other classes, is loaded without warnings of transformers."""
+    logger = logging.getLogger("transformers")  # hands nothing to the loggers above it
+    logger.addHandler(caplog.handler)
+    try:
+        for base in ("base", "four"):
+            run(place, tmp_path / base, base=base, data={"head": "new"})
+    finally:
+        logger.removeHandler(caplog.handler)
+    assert not [record.message for record in caplog.records if record.name.startswith("transformers")]
 
 
 @pytest.mark.parametrize("head", ["with_head", "new"])
