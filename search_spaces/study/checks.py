@@ -226,9 +226,12 @@ def _recipe_contradictions(search: Search) -> Iterator[Problem]:
             yield Problem(place, f"has {lack}; give one of the two")
         elif given.file is None and given.name is None:
             yield Problem(f"{place}.name", "is missing; give a name for the tables")
-    for name in ("warm_start", "preferences", "refinement") if search.recipes else ():
+    if not search.recipes and not search.recipes_only:
+        yield Problem("search.recipes_only", "false has no effect without search.recipes; leave it out")
+    for name in () if search.proposes else ("warm_start", "preferences", "refinement"):
         if getattr(search, name) is not None:
-            yield Problem(f"search.{name}", "has no effect with search.recipes, which searches nothing; leave it out")
+            message = "has no effect where search.recipes are scored in place of a search; leave it out"
+            yield Problem(f"search.{name}", f"{message}, or set search.recipes_only to false")
 
 
 def _warm_start_contradictions(search: Search) -> Iterator[Problem]:

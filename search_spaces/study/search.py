@@ -305,7 +305,12 @@ class Search(Section):
     """
     recipes: tuple[GivenRecipe, ...] = ()
     """Recipes that are scored in place of a search, for tables of given merges: `{file: recipe.json}`,
-    `{file: mergekit.yml, name: ties}` or `{name: ties, recipe: {...}}`. Nothing is proposed.
+    `{file: mergekit.yml, name: ties}` or `{name: ties, recipe: {...}}`. Nothing is proposed, unless `recipes_only` is
+    false.
+    """
+    recipes_only: bool = True
+    """Whether a study with `recipes` scores them in place of a search. If false, the recipes are scored at full budget
+    before the search, and compared with the merges that it proposes.
     """
     constraints: tuple[Line, ...] = ()
     """Bounds that a merge must meet: "text >= base - 0.01", "math >= 0.5"."""
@@ -331,9 +336,14 @@ class Search(Section):
     """
 
     @property
+    def proposes(self) -> bool:
+        """Whether a searcher proposes merges; False if the study scores given recipes only."""
+        return not (self.recipes and self.recipes_only)
+
+    @property
     def num_proposals(self) -> int:
-        """Number of configurations that the searcher may propose: `max_trials`, or 0 if `recipes` states merges."""
-        return 0 if self.recipes else self.max_trials
+        """Number of configurations that the searcher may propose: `max_trials`, or 0 in studies without a search."""
+        return self.max_trials if self.proposes else 0
 
     def num_scored(self, num_samples: int) -> int:
         """Number of an objective's samples that are scored for a trial.

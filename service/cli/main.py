@@ -518,7 +518,7 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
 
-    text = "Begin a study file with the models of a mergekit configuration, and with its merge to be scored."
+    text = "Begin a study file that searches for better merges than that of a mergekit configuration."
     command = verb("begin", verbs.begin, text)
     command.add_argument("file", type=Path, metavar="FILE", help="mergekit's YAML")
     command.add_argument("--name", default="mergekit", help="name of the study and of the merge (default: %(default)s)")

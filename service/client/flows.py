@@ -143,8 +143,8 @@ def check_study(study: Path | str | Mapping[str, Any], *, level: str = "full") -
 def begin_study(configuration: Path | str | Mapping[str, Any], *, name: str = "mergekit") -> Flow[BegunStudyDocument]:
     """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
 
-    The merge is in `search.recipes`. As long as this key is in the file, the study scores the merge and the baselines,
-    and searches nothing. Fill in the objectives, and submit the study.
+    The study scores the configuration's merge (`search.recipes`) beside the baselines, and searches for better merges.
+    Fill in the objectives, and submit the study.
 
     Args:
         configuration: Path of a mergekit file, or the content of such a file.

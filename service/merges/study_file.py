@@ -46,9 +46,8 @@ def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]
 
     `document` is the configuration, as parsed from YAML, and `name` is the name of the study and of the merge. The base
     of the study is the configuration's base, or its first model. The merge is in `search.recipes`, with the study's
-    names of the models. As long as this key is in the file, the study scores the merge and the baselines, and searches
-    nothing. The objectives are empty. `warn` is called with a line for each setting that has no effect, and if the
-    configuration names no base.
+    names of the models. The study scores it beside the baselines, and searches for better merges. The objectives are
+    empty. `warn` is called with a line for each setting that has no effect, and if the configuration names no base.
 
     Raises:
         InvalidRecipe: The document is no mergekit configuration, or a study cannot have its models.
@@ -81,7 +80,7 @@ def study_from_mergekit(document: Any, *, name: str, warn: Callable[[str], None]
     return {
         "name": name,
         "models": {"base": base, "experts": experts},
-        "search": {"recipes": [{"name": name, "recipe": _renamed(document, aliases)}]},
+        "search": {"recipes": [{"name": name, "recipe": _renamed(document, aliases)}], "recipes_only": False},
         "fidelity": {"scheduler": "none"},
         "objectives": [{"name": "task", "task": "", "metric": ""}],
     }

@@ -69,8 +69,8 @@ async def begin_from_mergekit(
 ) -> Response:
     """Begin a study file with the models of a mergekit configuration and with its merge; nothing is stored.
 
-    The study has the configuration's base and experts. The merge is in `search.recipes`. As long as this key is in the
-    file, the study scores the merge and the baselines, and searches nothing. The objectives are left to be filled in.
+    The study has the configuration's base and experts. The study scores the configuration's merge (`search.recipes`)
+    beside the baselines, and searches for better merges. The objectives are left to be filled in.
     """
     is_json = sent_as_json(request.headers, accepted=(*JSON_TYPES, *YAML_TYPES))
     content = await read_body(request)

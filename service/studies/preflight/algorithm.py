@@ -76,7 +76,7 @@ def algorithm_of(
     device has enough memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no
     gradients.
     """
-    if study.search.recipes:
+    if not study.search.proposes:
         return Algorithm("random", "the study scores given recipes and searches nothing")
     found = _algorithm_of(study, space, losses, problems, lack_of_room)
     declared = SEARCHERS[found.name]

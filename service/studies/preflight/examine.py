@@ -177,7 +177,7 @@ def _examine(
                 max_layers=max_layers,
             )
         is_refined = study.search.refinement is not None
-        may_descend = study.search.algorithm in (AUTO, GRADIENT) and not study.search.recipes
+        may_descend = study.search.algorithm in (AUTO, GRADIENT) and study.search.proposes
         if is_refined or (may_descend and isinstance(unread, DifferentiableSpace)):
             losses = fitted_losses(study, tasks, problems)
         if unread is not None:
@@ -306,7 +306,7 @@ def _check_sample_limit(
         chosen=study.search.baselines,
     )
     totals = [sum(samples.values()) for samples in rung_samples]
-    if study.search.recipes:
+    if not study.search.proposes:
         return
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1

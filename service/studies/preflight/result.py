@@ -398,7 +398,7 @@ class PreflightResult:
         Baselines, which are scored too, are not counted. The number is 0 if given recipes are scored in place of a
         search.
         """
-        return 0 if self.recipes else ASSUMED_FINALISTS
+        return ASSUMED_FINALISTS if self.study.search.proposes else 0
 
     def num_scored_on(self, benchmark: Benchmark) -> int:
         """Number of trials that are expected to be scored on `benchmark`, by its rules for choosing trials."""

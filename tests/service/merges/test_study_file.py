@@ -16,7 +16,9 @@ TASK = {"name": "task", "task": "gsm8k", "metric": "exact_match"}
 def begun(document: Any) -> tuple[dict[str, Any], list[str]]:
     warnings: list[str] = []
     study = study_from_mergekit(document, name="mine", warn=warnings.append)
-    assert parse_study({**study, "objectives": [TASK]}).search.recipes[0].label == "mine"
+    search = parse_study({**study, "objectives": [TASK]}).search
+    assert search.recipes[0].label == "mine"
+    assert search.proposes
     return study, warnings
 
 

@@ -169,3 +169,17 @@ def test_given_recipes_are_scored_without_a_search(tmp_path: Path) -> None:
     drive(coordinator_of(store, study, **plan), FakeScorer())
     assert len(store.trials(study)) == len(given)
     store.close()
+
+
+def test_given_recipes_are_scored_before_a_search(tmp_path: Path) -> None:
+    """A given recipe is scored on all data, like a baseline, and the search proposes its merges after it."""
+    store, study = new_study(tmp_path)
+    known = make_plan(study).baselines
+    given = (known[0], (Origin.USER, "mine", known[4][2]))
+    drive(coordinator_of(store, study, **{**SMALL, "baselines": given}), FakeScorer())
+    first, second, *proposed = store.trials(study)
+    assert [(trial.label, trial.origin) for trial in (first, second)] == [(label, origin) for origin, label, _ in given]
+    assert [trial.origin for trial in proposed] == [Origin.SEARCH] * SMALL["max_trials"]
+    assert second.recipe is not None
+    assert second.recipe.digest in store.sample_values(study, Split.HOLDOUT)
+    store.close()

@@ -219,6 +219,37 @@ def test_expected_samples_are_those_counted_by_hand(root: Path) -> None:
     assert found.expected_samples() == ExpectedSamples(10 * 72 + 168 + 168, 14 * 40, 24 * 72, 10 * 72, 10 * 40)
 
 
+MERGEKIT = {
+    "merge_method": "linear",
+    "models": [{"model": "math", "parameters": {"weight": 0.8}}, {"model": "text", "parameters": {"weight": 0.2}}],
+}
+
+
+@pytest.mark.parametrize(
+    ("changes", "search", "finalists", "algorithm"),
+    [({}, 0, 0, "random"), ({"recipes_only": False}, 168 + 168, 4, "smac")],
+    ids=["alone", "before a search"],
+)
+def test_given_recipes_are_planned(
+    root: Path, changes: dict[str, Any], search: int, finalists: int, algorithm: str
+) -> None:
+    """A given recipe is one merge more beside the ten baselines; without `recipes_only: false` nothing is proposed."""
+    given = {"recipes": [{"name": "mine", "recipe": MERGEKIT}], "max_trials": 14, **changes}
+    found = examined(root, search=given)
+    assert [label for origin, label, _ in found.baselines() if origin is Origin.USER] == ["mine"]
+    expected = found.expected_samples()
+    assert (expected.search, expected.holdout) == (11 * 72 + search, (11 + finalists) * 40)
+    assert found.algorithm.name == algorithm
+
+
+def test_recipes_only_is_for_given_recipes(root: Path) -> None:
+    with pytest.raises(InvalidStudy, match=r"search.recipes_only: false has no effect without search.recipes"):
+        study_of(root, search={"recipes_only": False})
+    given = {"recipes": [{"name": "mine", "recipe": MERGEKIT}], "preferences": {"dirichlet": {"count": 2}}}
+    with pytest.raises(InvalidStudy, match=r"search.preferences: .* or set search.recipes_only to false"):
+        study_of(root, search=given)
+
+
 @pytest.mark.parametrize(
     ("max_trials", "search"),
     [
