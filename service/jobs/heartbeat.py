@@ -30,7 +30,7 @@ SCORING_PATIENCE_S = 300.0
 VERIFYING_PATIENCE_S = 4 * 3600.0
 PATIENCE_CHUNKS = 10
 
-# Texts of what a driver waits for: engines, or the workers of a training. The phase of the start may follow.
+# Texts of what a driver waits for: engines, whose phase may follow, or the workers of a training.
 ENGINE = "an engine to start"
 WORKERS = "its workers to start"
 
