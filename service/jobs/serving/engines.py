@@ -27,7 +27,8 @@ class Situation:
     - `shares`: whether an administrator lets the served study use the engines of a search
     - `users`: number of the studies that run and use the same models as the served study
     - `searches`: number of all studies that run
-    - `starting`: number of the jobs, other than served studies, that wait for engines or workers of which none starts yet
+    - `starting`: number of the jobs, other than served studies, that wait for engines or workers, of which none starts
+      yet
     - `running`: the kinds of replicas of which at least one runs
     - `num_gpus`, `free_gpus`: the numbers of the cluster's GPUs and of its free GPUs
     - `needed_gpus`: the number of GPUs that a replica uses
