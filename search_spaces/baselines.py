@@ -57,8 +57,8 @@ def all_baselines(
     The baselines are in this order: the base model, each expert alone, and published ways to merge all experts. `base`
     and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers
     of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
-    `baseline_labels` explains its values. Every recipe is in canonical form. If two baselines have equal recipes, only
-    the first one is returned.
+    its values are those of the function `baseline_labels`. Every recipe is in canonical form. If two baselines have
+    equal recipes, only the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
@@ -73,10 +73,10 @@ def all_baselines(
 
 
 def baseline_labels(chosen: BaselineGroup | Sequence[str], experts: Sequence[str]) -> tuple[str, ...]:
-    """Names of the baselines that `chosen` selects, in the order of `all_baselines`.
+    """Names of the baselines that `chosen` selects, in the order of the function `all_baselines`.
 
     A baseline is a model or a published merge that is scored for comparison. `chosen` is the value of the study file's
-    `search.baselines`, one of these words:
+    option `search.baselines`, one of these words:
 
     - "sources": the study's models
     - "published": well-known merges

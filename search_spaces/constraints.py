@@ -80,7 +80,7 @@ def parse_constraint(text: str) -> Constraint:
 def contradictory(
     constraints: Mapping[int, Constraint], *, objectives: Sequence[str], experts: Sequence[str] | None
 ) -> Iterator[tuple[int, str]]:
-    """Find the errors in a study's list of constraints; each is a pair of a constraint's position and a message.
+    """Yield the errors in a study's list of constraints, as pairs (position of the constraint in the list, message).
 
     `constraints` has the constraints, keyed by their position in the list; `objectives` and `experts` are the names
     that they may use. Errors are an unknown objective or expert, a repeated constraint, and two bounds that no value

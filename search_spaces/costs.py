@@ -30,7 +30,7 @@ class ModelSize:
     def of(self, recipe: Recipe, cost: Cost) -> float:
         """Number of layers or of parameters (`cost`) of the merge that `recipe` describes.
 
-        A layer that the merge repeats counts each time.
+        A layer that the merge repeats is counted each time.
         """
         if cost == "layers":
             return float(len(recipe.layers))

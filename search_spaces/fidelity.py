@@ -76,7 +76,7 @@ class Bracket:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The number of configurations that are scored at each rung, starting with `first_rung`.
+        """The number of configurations that are scored at each rung, from the bracket's first rung on.
 
         A rung is a level of successive halving.
         """
@@ -124,9 +124,10 @@ def hyperband_brackets(num_rungs: int, eta: int) -> tuple[Bracket, ...]:
 def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials: int) -> tuple[Bracket, ...]:
     """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
-    With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With `racing`, each
-    configuration has a separate bracket. With `asha` or `none`, or with `hyperband` on a single rung, one bracket has
-    all `max_trials` configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
+    With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With the scheduler `racing`,
+    each configuration has a separate bracket. With the scheduler `asha` or `none`, or with the scheduler `hyperband` on
+    a single rung, one bracket has all `max_trials` configurations. `num_rungs` is the number of rungs, and one
+    configuration in `eta` is promoted.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)
@@ -136,7 +137,7 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
 
 
 def bracket_plan(cycle: Sequence[Bracket], max_trials: int) -> tuple[Bracket, ...]:
-    """All brackets of a search in the order of running.
+    """All brackets of a search, in the order in which they run.
 
     `cycle` is repeated until `max_trials` configurations have started. The last bracket is smaller if fewer
     configurations are left.

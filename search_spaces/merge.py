@@ -33,8 +33,8 @@ class Merge:
     `coefficients` maps a name to one number that all sources share, or to a tuple with one number per source, in the
     order of `sources`. Methods on task vectors, such as task_arithmetic and ties, subtract `base`, which is not one of
     the `sources`; its default is the recipe's base model, in the layer of the sources. SLERP interpolates from the
-    first source (t = 0) to the second (t = 1). `seed` is the seed of random masks. `search_spaces.methods` declares
-    which coefficients each method takes.
+    first source (t = 0) to the second (t = 1). `seed` is the seed of random masks. The package `search_spaces.methods`
+    declares which coefficients each method takes.
     """
 
     method: str

@@ -80,7 +80,7 @@ class Objective:
 
     @property
     def bounds(self) -> tuple[float, float]:
-        """The metric's [lowest, highest] value: `range`, or [0, 1] if no range is stated."""
+        """The metric's [lowest, highest] value: the field `range`, or [0, 1] if the field is None."""
         return self.range or (0.0, 1.0)
 
     def cost(self, value: float) -> float:
@@ -97,7 +97,7 @@ class Objective:
         return self.cost_of_stored(value)
 
     def cost_of_stored(self, value: float) -> float:
-        """The cost of any value, without the checks of `cost`, so that stored results can always be shown.
+        """The cost of any value, without the checks of the method `cost`, so that stored results can always be shown.
 
         The cost is 0 at the better end of the range and 1 at the worse end.
         """
@@ -149,9 +149,9 @@ def constrained_dominates(candidate: Candidate, other: Candidate) -> bool:
 def constrained_front(candidates: Sequence[Candidate]) -> tuple[bool, ...]:
     """Whether each candidate is on the Pareto front under constraints: no other candidate dominates it.
 
-    Dominance is defined by `constrained_dominates`. Only the candidates with the smallest violation of constraints can
-    be on the front. If some candidates meet all constraints, the front has only such candidates. No candidate may have
-    failed.
+    The function `constrained_dominates` defines dominance. Only the candidates with the smallest violation of
+    constraints can be on the front. If some candidates meet all constraints, the front has only such candidates. No
+    candidate may have failed.
     """
     least = min((candidate.violation for candidate in candidates), default=0.0)
     kept = [c.costs for c in candidates if c.costs is not None and c.violation == least]

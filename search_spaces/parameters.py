@@ -149,7 +149,7 @@ class Structure(Protocol):
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """Draw a random configuration, with the random numbers `rng`, from the search space's own distribution.
 
-        The result is in the form in which studies store configurations: `repair` does not change it.
+        The result is in the form in which studies store configurations: the method `repair` does not change it.
         """
         ...
 
@@ -253,7 +253,7 @@ class Parameters:
                 )
 
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
-        """A random configuration, drawn by the rules in the space's `structure`, or uniformly without a `structure`.
+        """A random configuration, drawn by the rules of the space's structure, or uniformly if it has no structure.
 
         `rng` gives the random numbers. A parameter is drawn after the parameters that decide whether it exists. The
         same generator state gives the same configuration.
@@ -265,8 +265,8 @@ class Parameters:
     def repair(self, configuration: Configuration) -> Configuration:
         """Convert a proposed configuration to the form that studies store.
 
-        If several configurations give the same merge, only one of them is stored; the space's `structure` says which
-        one (`Structure.repair`). The method `check` must accept `configuration`. Without a structure the result is
+        If several configurations give the same merge, only one of them is stored; the space's structure says which one
+        (method `Structure.repair`). The method `check` must accept `configuration`. Without a structure the result is
         `configuration` itself.
         """
         return configuration if self.structure is None else self.structure.repair(configuration)

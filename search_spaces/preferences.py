@@ -80,8 +80,8 @@ def lattice_size(num_objectives: int, *, divisions: int, corners: bool = True, i
     """The number of preference vectors that the function `lattice` returns for the same arguments.
 
     A preference vector has a weight for each of `num_objectives` objectives. The weights are multiples of 1/divisions
-    and sum to one. Without `corners`, vectors with a single weight above 0 do not count; with `interior`, vectors with
-    a weight of 0 do not count.
+    and sum to one. Without `corners`, vectors with a single weight above 0 are left out; with `interior`, vectors with
+    a weight of 0 are left out.
     """
     if interior:
         return math.comb(divisions - 1, num_objectives - 1)
@@ -115,8 +115,8 @@ def augmented_chebyshev(gaps: Vectors, vector: ArrayLike, *, rho: float = AUGMEN
 def parse_preference(text: str) -> dict[str, float]:
     """Parse the weight of each objective from text such as "math=0.6,code=0.4".
 
-    `preference_vector` checks whether the objectives exist and the weights sum to one. Raises InvalidPreference if the
-    text has another form, or names an objective twice.
+    The function `preference_vector` checks whether the objectives exist and the weights sum to one. Raises
+    InvalidPreference if the text has another form, or names an objective twice.
     """
     weights: dict[str, float] = {}
     for part in text.split(","):

@@ -4,7 +4,7 @@ A search space decodes a configuration into a Recipe. Code that merges, scores, 
 recipes, not configurations. A recipe names its models by alias and by content fingerprint. A recipe's digest depends on
 the fingerprints only: the same merge has the same digest, independent of the aliases and directories of its models.
 
-`workers.models` decides which tensor belongs to which component.
+The package `workers.models` decides which tensor belongs to which component.
 """
 
 from __future__ import annotations
@@ -106,10 +106,10 @@ class Recipe:
       alias of another model
     - `keeps_equal`: whether methods that keep the largest elements up to a rank keep all elements that have the
       magnitude at this rank, as in files of recipe format 1
-    - `vocabulary`: further options of the vocabulary, which `workers.models.vocabulary` reads
+    - `vocabulary`: further options of the vocabulary, which the module `workers.models.vocabulary` reads
     - `stacks_experts`: whether all experts of a layer's mixture of experts are merged as one tensor; otherwise each
       expert is merged separately
-    - `trim`: for methods that keep a share of a task vector's elements by magnitude (`MergeMethod.trims`): with
+    - `trim`: for methods that keep a share of a task vector's elements by magnitude (field `MergeMethod.trims`): with
       "tensor", this share of each tensor is kept; with "model", this share of all tensors of the model together is
       kept, so that the kept share of a tensor differs between tensors. A recipe without such a method has "tensor".
     """
@@ -229,7 +229,7 @@ class Recipe:
     def canonical(self) -> Recipe:
         """The equivalent recipe in canonical form, which is the same for equal merges.
 
-        Each merge is in its simplest form (`canonical_merge`), and models that are not used are left out.
+        Each merge is in its simplest form (function `canonical_merge`), and models that are not used are left out.
 
         Raises InvalidRecipe if a merge is not valid for its method.
         """
@@ -286,7 +286,10 @@ class Recipe:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read a recipe from a document in the form of `to_json`. Raises InvalidRecipe for any other document."""
+        """Read a recipe from a JSON document that the method `to_json` has made.
+
+        Raises InvalidRecipe if `document` is not such a document.
+        """
         found = document.get("format") if isinstance(document, Mapping) else document
         if found not in (known := (FORMAT, FORMAT_OF_CUTS, FORMAT_OF_MODELS)):
             raise InvalidRecipe(f"recipe: format is {found!r}; this version reads {', '.join(map(repr, known))}")

@@ -34,7 +34,7 @@ def cached(key: str, value: str | None = None, *, cache: str | Path | None = Non
 
     Returns None if nothing is stored under `key`, or the stored file is damaged or incomplete. If the cache cannot be
     written, the value is returned without being stored. `cache` is the cache's directory, or None for the default
-    (`cache_dir`).
+    (function `cache_dir`).
     """
     file = cache_dir(cache) / "records" / hashlib.sha256(key.encode()).hexdigest()
     if value is None:

@@ -40,7 +40,7 @@ class FileAccess:
 
     @classmethod
     def of(cls, document: Mapping[str, Any]) -> FileAccess:
-        """Create the object from a stored document that `dataclasses.asdict` made from a `FileAccess`.
+        """Create the object from a stored document, which `dataclasses.asdict` has made from an object of this class.
 
         A document of an earlier version may lack fields; missing fields have their defaults.
         """
@@ -56,10 +56,10 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
-        Reading is allowed in the directories of `readable` and `trusted` and everything below them, but not below a
-        directory of `closed`, unless a directory of `readable` or `trusted` is itself below this directory. The file
-        `database.url`, which may hold the password of the server's database, is refused in any directory. For a URL,
-        the result is the result of `url_refusal`.
+        Reading is allowed in the directories of the fields `readable` and `trusted` and everything below them. Reading
+        is not allowed below a directory of the field `closed`, unless a directory of `readable` or `trusted` is itself
+        below this directory. The file `database.url`, which may hold the password of the server's database, is refused
+        in any directory. A URL is checked by the method `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -83,8 +83,8 @@ class FileAccess:
     def refusal_of_all(self, path: str | Path) -> str | None:
         """Reason why the directory `path` or an entry of it may not be read; None if all entries may be read.
 
-        Entries are checked one by one because they may be links to other places. For a URL, whose entries are no links,
-        the result is the result of `url_refusal`.
+        Entries are checked one by one because they may be links to other places. A URL, whose entries are no links, is
+        checked by the method `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))
@@ -93,8 +93,8 @@ class FileAccess:
     def url_refusal(self, url: str) -> str | None:
         """Reason why the model or file at `url`, in an object store, may not be read; None if it may be read.
 
-        The URL may be read if it is one of `urls` or below one of `urls`, has no part `.` or `..`, and is valid
-        (`object_url_problem`).
+        The URL may be read if it is one of the URLs in the field `urls` or below one of them, has no part `.` or `..`,
+        and is valid (function `object_url_problem`).
         """
         if problem := object_url_problem(url):
             return problem
@@ -108,7 +108,7 @@ class FileAccess:
         )
 
     def judge_refusal(self, url: str) -> str | None:
-        """Reason why no request may be sent to the judge at `url`; None if the URL is one of `judges`.
+        """Reason why no request may be sent to the judge at `url`; None if the field `judges` lists this URL.
 
         A judge is a language model, on an HTTP server, that compares answers.
         """
@@ -122,8 +122,8 @@ class FileAccess:
     def distrust(self, directory: str | Path) -> str | None:
         """Reason why Python functions that task files in `directory` name must not run; None if they may run.
 
-        The functions may run if the directory is one of the directories `trusted` or below one of them, and is not
-        below a directory of `closed`.
+        The functions may run if the directory is in the field `trusted` or below a directory of this field, and is not
+        below a directory of the field `closed`.
         """
         if _is_below(directory, self.trusted) and not _is_below(directory, self.closed):
             return None

@@ -111,10 +111,11 @@ class Family:
     """A base model and its experts, which one engine can merge.
 
     `tokenizer` selects the vocabulary of every merge: "base", "union", or an expert's alias. `vocabulary` has further
-    options of the vocabulary, such as the sources of embedding rows of single tokens (`workers.models.vocabulary`).
-    `alignments_dir` is the directory, or the URL of the object store, that has the alignments which recipes name
-    (`workers.alignments`); it is "" if there are no alignments. Files may be added to this directory while engines run.
-    `modality` is the name of the kind of data that the models read (`workers.models.modalities`).
+    options of the vocabulary, such as the sources of embedding rows of single tokens (module
+    `workers.models.vocabulary`). `alignments_dir` is the directory, or the URL of the object store, that has the
+    alignments which recipes name (package `workers.alignments`); it is "" if there are no alignments. Files may be
+    added to this directory while engines run. `modality` is the name of the kind of data that the models read (package
+    `workers.models.modalities`).
     """
 
     base: ModelSource
@@ -198,7 +199,7 @@ class TaskInfo:
     - `num_samples`: the number of samples
     - `higher_is_better`: whether larger values of the metric are better
     - `output_type`: lm-eval's output type, such as "generate_until" or "multiple_choice"
-    - `num_truncated`: the number of prompts that were cut to the engine's `max_model_len`
+    - `num_truncated`: the number of prompts that were cut to the engine's option `max_model_len`
     - `groups`: the number of samples of each part of the task, such as one of its lm-eval tasks, or a class of images;
       every prefix of the scoring order contains all parts in proportion to these numbers
     - `filters`: the names of the filters, if the task, or one of the lm-eval tasks of which it consists, has several
@@ -272,7 +273,7 @@ class SampleResult:
     - `position`: the sample's index in the permutation, which is the order of scoring
     - `value`: the metric on this sample
     - `response`: the model's answer: the completion, or the log-probabilities of the options as JSON
-    - `is_truncated`: whether the prompt was cut to the engine's `max_model_len`
+    - `is_truncated`: whether the prompt was cut to the engine's option `max_model_len`
     - `tokens`: the token ids of each completion, including the token that ended it; None for a multiple-choice sample,
       and if token ids were not stored
     """
@@ -300,7 +301,7 @@ class Evidence:
       part of the merge that was not computed on the engine's device, the tensors that every rank merged completely
       instead of only its share, and, if tasks have their own code, the sandbox of this code
     - `canaries`: the number of canaries (comparisons with transformers) that the engine had passed before it scored;
-      the samples count as checked once the engine has passed another canary
+      the samples are regarded as checked once the engine has passed another canary
     """
 
     recipe_digest: str
@@ -421,7 +422,7 @@ class GradientResult:
     In the sum, each objective's loss has a given weight.
 
     - `losses`: the mean loss of each objective over the minibatch, divided by a number for the objective's task that
-      makes losses comparable (`evaluation.references`)
+      makes losses comparable (module `evaluation.references`)
     - `num_samples`: the size of the minibatch
     - `seconds`: the time of the computation
     - `by_source`: the derivatives with respect to coefficients of single sources (`lambda` or `weight`), keyed by
@@ -450,10 +451,10 @@ SamplePictures: TypeAlias = tuple[bytes | None, ...]
 
 
 class Scorer(Protocol):
-    """Interface for scoring recipes, implemented by Ray Serve replicas and by the fake in `workers.serving.fake`.
+    """Interface for scoring recipes; the classes ServeScorer (Ray Serve replicas) and FakeScorer (tests) implement it.
 
     Implementations are picklable and thread-safe. The method `score` may be called again with the same request after a
-    failure. The only side effect of `score` is that an engine holds another recipe.
+    failure. The only side effect of the method `score` is that an engine holds another recipe.
     """
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -463,7 +464,7 @@ class Scorer(Protocol):
             TrialFailed: The recipe's merge cannot be scored.
             EngineUnavailable: No replica works.
             EngineFault: A replica's engine failed a check.
-            EngineCrashed: An engine crashed, and the caller counts crashes (`crashes` of the request is not None).
+            EngineCrashed: An engine crashed, and the caller counts crashes (the request's field `crashes` is not None).
         """
         ...
 
@@ -490,7 +491,7 @@ class Scorer(Protocol):
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
         """Return small pictures of the samples [start, stop) of a task, in the order of scoring.
 
-        The task must be of a modality whose samples have pictures (`Modality.has_pictures`).
+        The task must be of a modality whose samples have pictures (field `Modality.has_pictures`).
 
         Raises:
             InvalidTask: The task cannot be built, or its samples have no pictures.

@@ -1,9 +1,9 @@
 """Declarations of the merge methods that a recipe can name, without torch.
 
 A declaration states the sources and coefficients of a method, the ranges in which its coefficients are searched, the
-publication, and mergekit's counterpart. The computation is a plain function in `workers.merging.methods`, registered
-under the same name. `METHODS` has every `MergeMethod` that a module of this package assigns to a name, in the order of
-the modules' POSITION.
+publication, and mergekit's counterpart. The computation is a plain function in the package `workers.merging.methods`,
+registered under the same name. `METHODS` has every `MergeMethod` that a module of this package assigns to a name, in
+the order of the modules' POSITION.
 
 - `base`: the types of a declaration
 - `coefficients`: coefficients and constraints that several methods share
@@ -28,7 +28,7 @@ __all__ = ["METHODS", "declarations"]
 
 
 def declarations() -> Iterator[MergeMethod]:
-    """Every merge method that the modules of this package declare, in the order of `METHODS`."""
+    """Yield every merge method that the modules of this package declare, in the order of the constant METHODS."""
     modules = [importlib.import_module(f"{__name__}.{module.name}") for module in pkgutil.iter_modules(__path__)]
     families = [module for module in modules if hasattr(module, "POSITION")]
     for family in sorted(families, key=lambda module: (module.POSITION, module.__name__)):

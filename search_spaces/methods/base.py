@@ -38,9 +38,9 @@ class Range:
     """The range [low, high] in which a coefficient is searched.
 
     With `per_expert` each expert that is merged has its own parameter; otherwise all experts share one parameter. With
-    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. `default` is the
-    coefficient of every expert if a configuration selects no expert, and so has no parameters for experts: then all
-    experts are merged.
+    `on_simplex` the experts' coefficients are divided by their sum before they are stored in a recipe. If a
+    configuration selects no expert, it has no parameters for experts, and all experts are merged with the coefficient
+    `default`.
     """
 
     low: float

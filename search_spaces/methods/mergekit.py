@@ -138,8 +138,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
     The coefficient lambda of each source is mergekit's weight of the source times mergekit's lambda. If mergekit
     normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters for the
-    mask that makes task vectors sparse, if the method has one: `density` first, and `rescale` if it is a coefficient. A
-    source with density 0 gets the lambda 0, but its weight is included in the sum of all weights.
+    mask that makes task vectors sparse, if the method has one: "density" first, then "rescale" if the method has a
+    coefficient `rescale`. A source with density 0 gets the lambda 0, but its weight is included in the sum of all
+    weights.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -159,8 +160,8 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make a function that converts mergekit's parameters to coefficients, for methods that elect signs (TIES).
 
     In each element, these methods add only the task vectors that have the elected sign, the sign of the sum of all task
-    vectors. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse: `density`
-    first, and `rescale` if it is a coefficient.
+    vectors. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse: "density"
+    first, then "rescale" if the method has a coefficient `rescale`.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -176,8 +177,8 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
     """For each task vector of a merge, whether its sparse mask keeps at least one element.
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
-    mask keeps no element of a task vector whose `density` is 0. If there are no names, there is no mask, and all
-    elements are kept.
+    mask keeps no element of a task vector whose parameter `density` is 0. If there are no names, there is no mask, and
+    all elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 
@@ -187,8 +188,8 @@ def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientVa
 
     `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
     without names the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
-    set to zero. The density 0 is replaced by 1. This has no influence, because the callers give the weight zero to a
-    task vector of which no element is kept (`_kept`).
+    set to zero. The density 0 is replaced by 1; the replacement has no influence, because the callers give the weight
+    zero to a task vector of which no element is kept (function `_kept`).
     """
     if not names:
         return {}

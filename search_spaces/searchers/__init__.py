@@ -1,7 +1,7 @@
 """Declarations of the search algorithms that a study file may name; each is one module, which is found automatically.
 
 A module defines SEARCHER, the declaration, and imports nothing heavy. The algorithm itself is in the module of the same
-name in `service.tune.searchers`.
+name in the package `service.tune.searchers`.
 
 - `base`: the types of a declaration, and the features that a search needs
 """

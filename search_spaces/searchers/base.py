@@ -31,7 +31,7 @@ class SearcherDeclaration:
     - `alias_of`: the name of the searcher whose algorithm this searcher uses; None for a searcher with its own
       algorithm
     - `computes_steps`: whether the searcher needs gradients with respect to the parameters of the space
-    - `waits_for_baselines`: whether the searcher is first asked for a proposal when all baselines are scored
+    - `waits_for_baselines`: whether the first proposal is requested only after all baselines are scored
     - `uses_preferences`: whether the searcher uses the study's preference vectors; a study with preference vectors is
       accepted only with such a searcher
     - `trains_policy`: whether the searcher trains a policy that builds layer paths; it then needs a space of layer

@@ -63,8 +63,8 @@ class SearchedModels:
       although the base's files store a tensor of the head; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
-    - `preferences`: the study's preference vectors: weights by objective, at least 0, that sum to one. A study without
-      preference vectors has a single vector of equal weights.
+    - `preferences`: the study's preference vectors: weights of at least 0, keyed by objective, that sum to one. A study
+      without preference vectors has a single vector of equal weights.
     """
 
     base: str
@@ -126,7 +126,7 @@ class SpaceDescription:
 
 
 class SearchSpace(Protocol):
-    """A search space over a base model and its experts, which decodes each configuration to the recipe of a merge.
+    """A search space over a base model and its experts; it decodes each configuration to the recipe of a merge.
 
     Implementations are immutable and picklable.
     """
@@ -198,8 +198,8 @@ class AlignedSpace(LayeredSpace, Protocol):
         """Every pair of layers that may follow each other in a path and then need an alignment between them.
 
         A path is the sequence of the layers of a merge. An alignment is a map from the residual stream after the pair's
-        first layer to the stream before its second layer. A layer is given as a model's name in `pool` and the layer's
-        number in this model. The result is empty if the space uses no alignments.
+        first layer to the stream before its second layer. A layer is given as a model's name in the property `pool` and
+        the layer's number in this model. The result is empty if the space uses no alignments.
         """
         ...
 
@@ -207,8 +207,8 @@ class AlignedSpace(LayeredSpace, Protocol):
         """A copy of the search space whose recipes use learned alignments.
 
         An alignment is a map from the residual stream after one layer to the stream before the next layer of a merge.
-        `names` has, for each pair of layers in `pairs`, the name of the alignment between them. Recipes state this name
-        as `LayerRecipe.alignment`.
+        `names` has, for each pair of layers in the property `pairs`, the name of the alignment between them. Recipes
+        state this name in the field `LayerRecipe.alignment`.
         """
         ...
 
@@ -264,7 +264,7 @@ class Coefficients(Protocol):
     def layer_scales(self) -> Mapping[int, str]:
         """Name of the parameter that scales the residual stream after a layer, keyed by the layer's index.
 
-        The scale is `LayerRecipe.scale`. Layers whose scale is not searched are missing.
+        The scale is the field `LayerRecipe.scale`. Layers whose scale is not searched are missing.
         """
         ...
 
@@ -323,7 +323,7 @@ class SpaceSection(Section, ABC):
     def has_directions(self) -> bool:
         """Whether the space merges all tensors in the same way, so that each expert has a single share in a merge.
 
-        `search_spaces.directions.direction_of` reads the shares from a recipe.
+        The function `search_spaces.directions.direction_of` reads the shares from a recipe.
         """
         return False
 
@@ -331,7 +331,7 @@ class SpaceSection(Section, ABC):
     def scaled_by(self) -> str | None:
         """Name of the study file's option that gives layers scales; None if recipes of this space have no scales.
 
-        A layer scale is a factor on the residual stream after a layer (`LayerRecipe.scale`). Not every model type
+        A layer scale is a factor on the residual stream after a layer (field `LayerRecipe.scale`). Not every model type
         supports layer scales.
         """
         return None
@@ -345,7 +345,7 @@ class SpaceSection(Section, ABC):
 
     @abstractmethod
     def contradictions(self) -> Iterator[Problem]:
-        """Contradictions between options of the section that can be found without the models."""
+        """Yield the contradictions between options of the section that can be found without the models."""
 
     @abstractmethod
     def build(self, models: SearchedModels) -> SearchSpace:

@@ -17,8 +17,8 @@ has no such scale.
 Two more defaults differ from the published code, and are options. Scales are in [0.5, 1.5], where the published code
 has [0, 2]. Random paths are near one source, where the published code draws all parameters uniformly. In the published
 search, paths may be too deep, and the trials with such paths are lost (56 % and 20 % of all trials in Table 10). Here
-every configuration describes a path within the limit. The published code runs only with D = 1 and R = 1. `dis_paths`
-has the configurations of paths.
+every configuration describes a path within the limit. The published code runs only with D = 1 and R = 1. The module
+`dis_paths` has the configurations of paths.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ SPACE = DisSection
 class DisSpace:
     """The search space DIS (depth-wise integration): a merge is a sequence of layers of the base model and its experts.
 
-    It is immutable.
+    The class is immutable.
     """
 
     kind = "dis"

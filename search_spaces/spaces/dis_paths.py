@@ -7,8 +7,8 @@ and an order of all copies. The copies of a candidate are equal, so there are P 
 MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list of all orders. Otherwise the
 order is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th bit.
 
-Many configurations describe the same path. `DisPaths` stores one of these configurations: the path uses the first
-copies of each candidate, and the order is the first order that gives the path with these bits.
+Many configurations describe the same path. The class `DisPaths` stores one of these configurations: the path uses the
+first copies of each candidate, and the order is the first order that gives the path with these bits.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Block:
     """The part of a merge that stands for one block, a group of adjacent layers at the same depth of all models.
 
     `path` is the sequence of the layers that the merge uses in place of this group, as the numbers of candidates; a
-    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path`
-    (`DisPaths.scale_of`).
+    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path` (field
+    `DisPaths.scale_of`).
     """
 
     path: tuple[int, ...]
@@ -58,9 +58,9 @@ class Block:
 class DisPaths:
     """The layer paths of one DIS search space, and their conversion to configurations and back.
 
-    A layer path is the sequence of layers of a merge, which may be from several models. The layers of each model are
-    divided into blocks of adjacent layers. For each block, a path uses a sequence of layers of this block, from any of
-    the models. The class implements `Structure`, the rules for drawing and storing configurations.
+    A layer path is the sequence of a merge's layers; the layers may be from several models. The layers of each model
+    are divided into blocks of adjacent layers. For each block, a path uses a sequence of layers of this block, from any
+    of the models. The class implements the interface `Structure`, the rules for drawing and storing configurations.
 
     - `base`: the alias of the base model
     - `models`: the models whose layers blocks use, in order
@@ -69,8 +69,8 @@ class DisPaths:
       are the block's candidates.
     - `repeats`: the number of times that a block may use the same layer
     - `retains`: whether a block that uses no candidate has the base's layers; otherwise it has no layers
-    - `has_scales`: whether a block has a scale within `scale_range`, which multiplies the stream or the MLP's output
-      (`scale_of`) at the block's last layer
+    - `has_scales`: whether a block has a scale, a number within `scale_range`. The scale multiplies the residual stream
+      or the MLP's output (field `scale_of`) at the block's last layer.
     - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
     - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
       are near one source
@@ -109,7 +109,8 @@ class DisPaths:
     def num_copies(self) -> int:
         """The number of copies of all candidates (layers that a block may use) of one block.
 
-        Each candidate has `repeats` copies, because the block may use the layer up to `repeats` times.
+        The field `repeats` is the number of copies of a candidate, because the block may use a layer up to this number
+        of times.
         """
         return self.num_candidates * self.repeats
 
@@ -194,9 +195,9 @@ class DisPaths:
         """The blocks of the merge that a configuration describes.
 
         A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
-        sequence of these layers. If the merge would have more layers than the space allows, some layers are removed.
-        With `retains`, an empty path means that the base's own layers stay. A block with exactly these layers is then
-        returned with an empty path.
+        sequence of these layers. If the merge would have more layers than the space allows, some layers are removed. If
+        the field `retains` is True, an empty path means that the base's own layers stay. A block with exactly these
+        layers is then returned with an empty path.
         """
         spelled = []
         for names in self._names:
@@ -214,8 +215,8 @@ class DisPaths:
         """The configuration (values of the space's parameters) of a merge in which `blocks` replace layers of the base.
 
         A block stands for a few adjacent layers of the base; its path is the sequence of layers that the merge uses in
-        their place. `blocks` must be in the form that the method `blocks` returns. With the option `retains`, an empty
-        path stands for the base's own layers, so a block of exactly these layers must have an empty path.
+        their place. `blocks` must be in the form that the method `blocks` returns. If the field `retains` is True, an
+        empty path stands for the base's own layers, so a block of exactly these layers must have an empty path.
         """
         found: dict[str, Any] = {}
         for names, block in zip(self._names, blocks, strict=True):
@@ -233,8 +234,8 @@ class DisPaths:
         """Convert a proposed configuration to the form that studies store.
 
         Several configurations may describe the same merge; only one of these is stored, and is the result. If
-        `configuration` describes a merge with too many layers, the result describes the shortened merge (`blocks`). The
-        values of `configuration` must be valid values of the space's parameters.
+        `configuration` describes a merge with too many layers, the result describes the shortened merge (method
+        `blocks`). The values of `configuration` must be valid values of the space's parameters.
         """
         return self.configuration(self.blocks(configuration))
 
@@ -297,9 +298,9 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
-        Candidates are numbers that stand for layers which the block may use. `order` has each candidate `repeats`
-        times. The result contains a key for each of these copies, ordered by candidate. Sorting the copies by their
-        keys gives `order`.
+        Candidates are numbers that stand for layers which the block may use. `order` contains several copies of each
+        candidate; their number is the field `repeats`. The result contains a key for each copy, ordered by candidate.
+        Sorting the copies by their keys gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
         keys = [0.0] * self.num_copies
@@ -311,9 +312,9 @@ class DisPaths:
     def _tidy(self, blocks: Sequence[Block]) -> tuple[Block, ...]:
         """Reset values of blocks that do not influence the merge, so that equal merges have equal blocks.
 
-        A block's path is the sequence of layers that a merge uses in place of a few adjacent layers of the base. If
-        `retains` is set, an empty path means the base's own layers; otherwise it means no layers. A path that lists
-        exactly the base's own layers becomes the empty path if `retains` is set.
+        A block's path is the sequence of layers that a merge uses in place of a few adjacent layers of the base. If the
+        field `retains` is True, an empty path means the base's own layers, and a path that lists exactly these layers
+        becomes the empty path. If the field is False, an empty path means no layers.
 
         A scale that has no influence becomes 1; other scales are rounded. The scale of a block without layers has no
         influence. If scales multiply the residual stream, the scale of the last block with layers has no influence
@@ -334,13 +335,13 @@ class DisPaths:
         return min(max(round(scale, COEFFICIENT_DECIMALS), low), high)
 
     def _fitted(self, blocks: Sequence[Block]) -> list[Block]:
-        """Shorten the blocks so that the merge has at most `max_layers` layers.
+        """Shorten the blocks so that the merge has at most the number of layers in the field `max_layers`.
 
         A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
         sequence of these layers. The layers to remove are chosen at random, with a seed that is a function of the paths
-        of all blocks. With `retains`, at least one layer of each block with layers is kept, because an empty path means
-        the base's layers. If no layer would be left in the merge, the first block uses its candidate number 0 (the
-        first of the layers that it may use).
+        of all blocks. If the field `retains` is True, at least one layer of each block with layers is kept, because an
+        empty path means the base's layers. If no layer would be left in the merge, the first block uses its candidate
+        number 0 (the first of the layers that it may use).
         """
         paths = [list(block.path) for block in blocks]
         excess = self.depth(blocks) - self.max_layers
@@ -371,8 +372,8 @@ class DisPaths:
         then the layers of each changed block. Blocks that are not changed have scale 1. The search in the paper (Su and
         Geiping, 2025, section 4.1) also starts from the source models.
 
-        With `draws_uniformly`, each parameter is drawn uniformly, as in the published code. `rng` gives the random
-        numbers. The result is in the form in which a study stores the drawn path.
+        If the field `draws_uniformly` is True, each parameter is drawn uniformly instead, as in the published code.
+        `rng` gives the random numbers. The result is in the form in which a study stores the drawn path.
         """
         if self.draws_uniformly:
             return self.repair({parameter.name: parameter.sample(rng) for parameter in self._drawn})
@@ -394,8 +395,8 @@ class DisPaths:
         """Draw the number of layers of each of the `num_changed` blocks that a random merge changes.
 
         A block has the layers that the merge uses in place of a few adjacent layers of the base. First the total number
-        of layers in the changed blocks is drawn, and then its division between them. The merge has at most `max_layers`
-        layers. `rng` gives the random numbers.
+        of layers in the changed blocks is drawn, and then its division between them. The merge has at most the number
+        of layers in the field `max_layers`. `rng` gives the random numbers.
         """
         least, most = (1 if self.retains else 0), self.num_copies
         room = self.max_layers - self.num_layers
@@ -412,8 +413,8 @@ class DisPaths:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
         A path is a sequence of layers, and candidates are the layers that the block may use. `rng` gives the random
-        numbers. An empty path stands for the base's own layers of the block. If the space `retains` the base's layers
-        and their number is `size`, the empty path is drawn with probability 1 / (number of models + 1).
+        numbers. If the field `retains` is True, an empty path stands for the base's own layers of the block. If also
+        `size` is the number of these layers, the empty path is drawn with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -473,7 +474,8 @@ def place_of(order: Sequence[int], num_candidates: int, repeats: int) -> int:
     """The index, from 0, of an order of candidates in the lexicographic list of all their orders.
 
     A candidate is a layer that a block (a group of adjacent layers) may use, given as a number from 0 to
-    `num_candidates` - 1. In `order`, each candidate occurs `repeats` times. This function is the inverse of `order_at`.
+    `num_candidates` - 1. In `order`, each candidate occurs `repeats` times. This function is the inverse of the
+    function `order_at`.
     """
     left = [repeats] * num_candidates
     place = 0
@@ -516,8 +518,8 @@ def _spelling(
 
     The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1). It
     uses a candidate at most `repeats` times. The order contains `repeats` copies of each candidate, and each bit says
-    whether the path has one of these copies (`first_order`). The index is the order's place in the lexicographic list
-    of all orders.
+    whether the path has one of these copies (function `first_order`). The index is the order's place in the
+    lexicographic list of all orders.
     """
     bits, order = first_order(path, num_candidates, repeats)
     return bits, order, place_of(order, num_candidates, repeats)
@@ -525,11 +527,12 @@ def _spelling(
 
 @lru_cache(maxsize=100_000)
 def _used(bits: tuple[bool, ...], place: int, num_candidates: int, repeats: int) -> tuple[int, ...]:
-    """Decode the path through one block from bits and the index of an order of candidates; the inverse of `_spelling`.
+    """Decode the path through one block from bits and the index of an order of candidates.
 
     The path is a sequence of candidates (layers that the block may use, as numbers from 0 to `num_candidates` - 1).
     `place` is the index of an order in the lexicographic list of all orders, each of which contains `repeats` copies of
-    each candidate. `bits` say which of these copies the path has (`first_order`).
+    each candidate. `bits` say which of these copies the path has (function `first_order`). This function is the inverse
+    of the function `_spelling`.
     """
     copies = [0] * num_candidates
     path = []

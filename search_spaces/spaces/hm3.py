@@ -80,7 +80,7 @@ class MergedOptions(Section):
     def merge(self, weights: Mapping[str, float]) -> Merge:
         """The merge of a layer from several experts, by the method that these options choose.
 
-        `weights` has the weight of each expert by its alias (name in the study file); the weights sum to one.
+        `weights` has the weight of each expert, keyed by its alias (name in the study file); the weights sum to one.
         PCB-Merging and consensus merging have no weights: experts with a weight of 0 are left out, and all others are
         merged equally.
         """
@@ -168,7 +168,7 @@ class Hm3Space:
     """The search space of HM3: paths through the layers of several models.
 
     A configuration describes a path: which layers a merge takes from which model, and in which order. The space is
-    immutable, and implements `AlignedSpace` and `RefinableSpace`.
+    immutable, and implements the interfaces `AlignedSpace` and `RefinableSpace`.
     """
 
     kind = "hm3"
@@ -346,7 +346,7 @@ class Hm3Space:
 
     @cached_property
     def _digests(self) -> dict[str, str]:
-        """Recipe digest of each model that provides layers for layer paths, keyed by the model's name in `pool`.
+        """Recipe digest of each model that provides layers for layer paths, keyed by the name in the property `pool`.
 
         A layer path is the sequence of layers of a new model. Some of the models are merged from the experts, each with
         the weights of one preference vector (weights of the objectives). Two models whose recipes are equal have the

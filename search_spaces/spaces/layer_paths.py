@@ -35,18 +35,18 @@ SCALED = 0.5
 class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    The class implements `Structure`, the rules for drawing random configurations and for storing one of several
-    equivalent configurations. Each of `models` has `num_layers` layers. With a `max_jump`, layer l is followed by one
-    of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then at most
-    `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. With `max_jump` None,
-    any layer may follow any other layer.
+    The class implements the interface `Structure`, the rules for drawing random configurations and for storing one of
+    several equivalent configurations. Each of `models` has `num_layers` layers. If `max_jump` is a number, layer l is
+    followed by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then
+    at most `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. If `max_jump`
+    is None, any layer may follow any other layer.
 
     The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
     from a preference vector. There are `num_preferences` preference vectors. A path uses one of these vectors, and its
     configuration has the number of this vector, or 0 if the path has no merged layer.
 
-    `scale_range` has the lowest and the highest scale. With a `scale_range`, every layer of a path except the last has
-    a scale, which is a factor on the residual stream after the layer.
+    If `scale_range` is not None, every layer of a path except the last has a scale, which is a factor on the residual
+    stream after the layer. `scale_range` is then (lowest scale, highest scale).
     """
 
     models: tuple[str, ...]
@@ -89,7 +89,7 @@ class LayerPaths:
         return self.num_layers if self.max_jump == 0 else self.max_length
 
     def step(self, model: int, layer: int) -> int:
-        """The step number that stands for layer `layer` of the model with index `model` in `models`.
+        """The step number that stands for layer `layer` of the model with index `model` in the field `models`.
 
         A layer path, the sequence of layers of a new model, is given as a sequence of step numbers.
         """
@@ -110,7 +110,7 @@ class LayerPaths:
         return step % self.num_layers
 
     def layers_after(self, layer: int) -> range:
-        """The layer numbers, in any model, that may follow layer `layer` in a path (limited by `max_jump`)."""
+        """The numbers of the layers, of any model, that may follow layer `layer` in a path by the field `max_jump`."""
         if self.max_jump is None:
             return range(self.num_layers)
         return range(max(layer + 1 - self.max_jump, 0), min(layer + 1 + self.max_jump, self.num_layers - 1) + 1)
@@ -118,8 +118,8 @@ class LayerPaths:
     def may_end(self, path: Sequence[int]) -> bool:
         """Whether the layer path `path`, a sequence of step numbers, may end after its last step.
 
-        The path must have an allowed length. With a `max_jump`, its last layer must be at most `max_jump` layers before
-        the last layer of a model.
+        The path must have an allowed length. Unless the field `max_jump` is None, the last layer of the path must be at
+        most this number of layers before the last layer of a model.
         """
         if not self.min_length <= len(path) <= self.max_length:
             return False
@@ -145,7 +145,8 @@ class LayerPaths:
     def contains(self, path: Sequence[int]) -> bool:
         """Whether the space allows the layer path `path`, a sequence of step numbers; a step is one layer of one model.
 
-        The path must have an allowed length, and its layers must follow each other within the limit `max_jump`.
+        The path must have an allowed length, and its layers must follow each other within the limit in the field
+        `max_jump`.
         """
         return self.may_end(path) and all(
             self.layer_of(step) in self.next_layers(path[:at]) and 0 <= step < self.num_steps
@@ -178,9 +179,10 @@ class LayerPaths:
     def path(self, configuration: Configuration) -> Path:
         """The layer path that a configuration describes: the layers of the new model, in order, from several models.
 
-        Each layer is given by one number: the index of its model in `models`, times `num_layers`, plus the layer's
-        index in the model. The space's parameters must accept the configuration's values. A layer that may not follow
-        the previous layer is replaced by the nearest layer of the same model that may follow it.
+        Each layer is given by one number: the index of its model in the field `models`, times the number of layers of a
+        model, plus the layer's index in the model. The space's parameters must accept the configuration's values. A
+        layer that may not follow the previous layer is replaced by the nearest layer of the same model that may follow
+        it.
         """
         found: list[int] = []
         length = configuration[LENGTH]
@@ -224,7 +226,7 @@ class LayerPaths:
     def place_of(self, scale: float) -> float:
         """Convert a scale to its position on the logarithmic axis of scales, from -1 (lowest) to 1 (highest).
 
-        This function is the inverse of `scale_of`.
+        The method is the inverse of the method `scale_of`.
         """
         assert self.scale_range is not None, "paths without scales"
         low, high = map(math.log, self.scale_range)
@@ -238,7 +240,7 @@ class LayerPaths:
         A merged layer is a layer of the model MERGED: its parameters are merged from the experts, with weights that
         follow from a preference vector. `preference` is the index of this vector; without a merged layer, the
         configuration has 0 instead. `scales` has the scales of all layers except the last. If `scales` is empty, all
-        scales are 1. A space without a `scale_range` ignores `scales`.
+        scales are 1. If the field `scale_range` is None, `scales` is ignored.
         """
         found: dict[str, Any] = {LENGTH: len(path)}
         for at, step in enumerate(path):

@@ -132,7 +132,7 @@ SPACE = LayerwiseSection
 class LayerwiseSpace:
     """The search space `layerwise`: each part of the model has one coefficient for each expert.
 
-    It is immutable and implements `DifferentiableSpace`.
+    The class is immutable and implements the interface `DifferentiableSpace`.
     """
 
     kind = "layerwise"

@@ -245,7 +245,7 @@ class LfsSpace:
         return f"{group}.use.{expert}"
 
     def _uses(self, group: str, components: str, *methods: str) -> tuple[Condition, ...]:
-        """Conditions for merging a component group of a layer group by one of `methods`.
+        """Conditions under which a component group of a layer group is merged by one of the methods `methods`.
 
         A condition says that a search parameter has one of certain values. `components` is the name of the component
         group, such as attention, and `group` is the name of the layer group. Returns () if `methods` contains all
@@ -264,7 +264,7 @@ class LfsSpace:
         return ComponentGroup(f"{group}.{components}", self._base, self._experts, uses, bits)
 
     def _role(self, name: str) -> str:
-        """Role of the search parameter `name`, which is equal for all layer groups and component groups.
+        """Role of the search parameter `name`; the role is the same in all layer groups and component groups.
 
         A layer group consists of adjacent layers, and a component group is a part of each layer, such as attention. The
         parts of a parameter's name are separated by dots. The role is the name without the parts that name the layer
@@ -403,9 +403,9 @@ class LfsSpace:
     def _operands_of(self, group: str, method: str, merges: Mapping[str, Merge]) -> tuple[str, ...] | None:
         """Find the model or pair of models from which the method `method` can make every merge in `merges`.
 
-        `merges` has the merges of the layer group (adjacent layers) `group`, by component group, such as attention. The
-        result is the first choice of sources for which the method has parameter values that give each merge, or None if
-        there is no such choice.
+        `merges` has the merges of the layer group (adjacent layers) `group`, keyed by component group, such as
+        attention. The result is the first choice of sources for which the method has parameter values that give each
+        merge, or None if there is no such choice.
         """
         return next(
             (

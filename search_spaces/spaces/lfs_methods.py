@@ -1,7 +1,7 @@
 """The merge methods published with LFS (layer-wise fusion): their parameters, and the conversion to a Merge and back.
 
-`lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods
-(`search_spaces.methods`). Merges in this module have no layer; `lfs` adds the layer.
+The module `lfs_ranges` has all other methods. The ranges of parameters are in the declarations of the methods (package
+`search_spaces.methods`). Merges in this module have no layer; the module `lfs` adds the layer.
 """
 
 from __future__ import annotations
@@ -90,8 +90,8 @@ class DirectedTaskArithmetic:
     """Task arithmetic with a weight for each of m experts: base + lambda * m * (weighted mean of task vectors).
 
     The m task vectors belong to the selected experts. Their weights, which sum to one, are the direction; lambda * m is
-    the scale. With equal weights this is `TaskArithmetic` with the same lambda. Direction and scale are searched
-    separately, as in Mixup Model Merge (M3), section 3.1.
+    the scale. With equal weights, the merge is the same as by the class TaskArithmetic with the same lambda. Direction
+    and scale are searched separately, as in Mixup Model Merge (M3), section 3.1.
     """
 
     name = "task_arithmetic"

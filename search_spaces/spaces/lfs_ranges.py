@@ -88,7 +88,7 @@ class RangedMethod:
         - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) that makes the merge the
           first operand at the value 0.
         - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. If
-          the method needs several sources, `decode` makes a passthrough merge, an unchanged copy.
+          the method needs several sources, the method `decode` makes a passthrough merge, an unchanged copy.
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)

@@ -17,8 +17,9 @@ gets a Beta(alpha, k * alpha) share of the rest that earlier experts leave.
 Constants are from section 4.1, section 4.4 (DARE's drop rate of 0.2) and Table 3 (the share k that TIES keeps). A
 method without a scale, namely the average, has only shares. Random masks always have the same seed.
 
-`m3_ties_majority` with `trim: model` is TIES of the authors' code, and `m3_dare_ties` is the authors' combination of
-DARE and TIES (Table 7). `m3_ties` is this project's interpretation of appendix H; studies of earlier versions use it.
+The method `m3_ties_majority` with `trim: model` is TIES of the authors' code, and the method `m3_dare_ties` is the
+authors' combination of DARE and TIES (Table 7). The method `m3_ties` is this project's interpretation of appendix H;
+studies of earlier versions use it.
 """
 
 from __future__ import annotations
@@ -132,8 +133,8 @@ class M3Space:
 
         Raises:
             InvalidStudy: There are no experts, the average is the only method and there is only one expert, there are
-                too many experts for trying all orders of a p-series (shares proportional to k^-p for rank k), or
-                `orders` has an order that does not have each expert once.
+                too many experts for trying all orders of a p-series (shares proportional to k^-p for rank k), or the
+                option `orders` has an order that does not contain each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
@@ -344,7 +345,7 @@ def dirichlet_shares(quantiles: Sequence[float], alpha: float) -> tuple[float, .
 
 
 def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, ...]:
-    """Convert the experts' shares to quantiles in [0, 1]; this is the inverse of `dirichlet_shares`.
+    """Convert the experts' shares to quantiles in [0, 1]; the inverse of the function `dirichlet_shares`.
 
     There is one quantile fewer than shares, because the shares sum to one. `alpha` is the concentration of the
     symmetric Dirichlet distribution of the shares.
@@ -363,7 +364,8 @@ def dirichlet_quantiles(shares: Sequence[float], alpha: float) -> tuple[float, .
 def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[float, ...]:
     """The shares of the experts in a p-series: the expert with rank k in `order` has a share proportional to k^-p.
 
-    This is equation 4 of the paper on Mixup Model Merge (M3). Shares sum to one and are in the order of `experts`.
+    The formula is equation 4 of the paper on Mixup Model Merge (M3). Shares sum to one and are in the order of
+    `experts`.
     """
     ranked = {expert: (rank + 1) ** -p for rank, expert in enumerate(order)}
     total = math.fsum(ranked.values())

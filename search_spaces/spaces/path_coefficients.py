@@ -66,9 +66,9 @@ class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
     A layer path is a sequence of layers of several models; `recipe` describes the merge that has these layers. The
-    class is immutable and implements `Coefficients`. In every part of the model that the recipe takes unchanged from a
-    model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the lowest and the
-    highest scale) is given, the scales of all layers except the last are also parameters.
+    class is immutable and implements the interface `Coefficients`. In every part of the model that the recipe takes
+    unchanged from a model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the
+    lowest and the highest scale) is given, the scales of all layers except the last are also parameters.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -140,8 +140,8 @@ def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, flo
     """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
 
     The first result is a merge with the names of its parameters. The two numbers are the lowest and the highest value
-    that is searched for each parameter; if a coefficient of `merge` is outside of this range, `PathCoefficients`
-    extends the range.
+    that is searched for each parameter; if a coefficient of `merge` is outside of this range, the class
+    PathCoefficients extends the range.
 
     If `merge` is an unchanged model or task arithmetic, the first result is task arithmetic of all `experts`, with a
     parameter for each expert, so that a search can add any expert's task vector to any layer. The parameters begin with

@@ -3,8 +3,8 @@
 Su and Geiping, "Fine, I'll Merge It Myself" (2025), section 5.3. The merge is one model with all of its layers in their
 order. Each layer has a factor on its weights and a factor on its output. The paper gives no further details. Here the
 first factor multiplies the tensors of attention and MLP (biases included, but not norms), and the second multiplies the
-residual stream after the layer, as in DIS (`LayerRecipe.scale`). The last layer's output has no factor, because the
-final norm would cancel it.
+residual stream after the layer, as in DIS (field `LayerRecipe.scale`). The last layer's output has no factor, because
+the final norm would cancel it.
 
 The range of the factors is the same as in DIS. Merges are differentiable with respect to both factors.
 """
@@ -57,7 +57,7 @@ class SfsSpace:
     """The search space SFS over one model of a study, in which each layer of the model has two factors.
 
     One factor multiplies the layer's weights, and the other factor multiplies the layer's output. The last layer has no
-    factor on its output. The class is immutable and implements `DifferentiableSpace`.
+    factor on its output. The class is immutable and implements the interface `DifferentiableSpace`.
     """
 
     kind = "sfs"
@@ -120,7 +120,7 @@ class SfsSpace:
             return None
 
     def slots(self, tensor_name: str) -> tuple[tuple[str, str], ...]:
-        """Name the parameter whose value is the factor on the tensor `tensor_name`, in a tuple with one pair.
+        """The parameter whose value is the factor on the tensor `tensor_name`, as a tuple with one pair.
 
         The pair has the model's alias and the name of the parameter. The result is empty for norms, the embedding and
         the head, which have no factor.

@@ -1,7 +1,7 @@
 """Option `attack` of a benchmark: adversarial changes of its prompt template, which measure robustness.
 
 Attacks follow PromptBench (Zhu et al., 2024, "PromptBench: A unified library for evaluation of large language models"),
-which M3 uses (section 4.5, appendices C and E). `workers.evaluation.attacks` computes them.
+which M3 uses (section 4.5, appendices C and E). The package `workers.evaluation.attacks` computes them.
 """
 
 from __future__ import annotations

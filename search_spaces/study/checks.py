@@ -88,7 +88,7 @@ def without_consequences(problems: list[Problem]) -> list[Problem]:
 
 
 def contradictions(parts: ValidParts) -> Iterator[Problem]:
-    """Every contradiction between sections of a study file that are each valid on their own."""
+    """Yield every contradiction between `parts`, sections of a study file that are each valid on their own."""
     if parts.models is not None:
         yield from _models_contradictions(parts.models)
     if parts.search_space is not None:
@@ -247,7 +247,7 @@ def _warm_start_contradictions(search: Search) -> Iterator[Problem]:
 
 
 def _baseline_contradictions(search: Search, models: Models | None) -> Iterator[Problem]:
-    """Yield the names in `search.baselines` that are repeated, or are not baselines of a study with these `models`."""
+    """Yield a problem for each name in `search.baselines` that is repeated, or that is no baseline of the study."""
     if isinstance(search.baselines, str):
         return
     experts = () if models is None else tuple(models.experts)
@@ -294,11 +294,11 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Find numbers of rungs that differ between objectives, or do not suit the scheduler.
+    """Yield a problem for each number of rungs that differs between objectives, or does not suit the scheduler.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
     `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, and an objective may
-    state its own numbers of samples. `objectives` are the entries of the study file by position.
+    state its own numbers of samples. `objectives` are the entries of the study file, keyed by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}

@@ -38,7 +38,7 @@ class Fidelity(Section):
 
     @property
     def bound_error_rate(self) -> float | None:
-        """The limit on the probability that racing stops any trial wrongly; None for other racing rules than `bound`.
+        """The limit on the probability that racing stops any trial wrongly; None unless the racing rule is "bound".
 
         The limit is the key `error_rate`, or its default.
         """

@@ -89,9 +89,9 @@ class Study(Section):
 
     @model_validator(mode="after")
     def _backend_of_tasks(self) -> Self:
-        """Set `engine.backend` to the program that scores the study's tasks.
+        """Set the option `engine.backend` to the program that scores the study's tasks.
 
-        Studies of images that earlier versions stored have the value `vllm`.
+        Studies of images that earlier versions stored have the value "vllm".
         """
         tasks = [spec.task for _, spec in self.with_tasks() if isinstance(spec.task, DescribedTask)]
         backend = next((task.backend for task in tasks if task.backend != "vllm"), self.engine.backend)
@@ -119,7 +119,7 @@ class Study(Section):
     def canonical(self) -> dict[str, Any]:
         """The study as plain data in which all defaults are written out.
 
-        `parse_study` returns the same study from this data.
+        The function `parse_study` returns the same study from this data.
         """
         return self.model_dump(mode="json")
 
@@ -132,8 +132,7 @@ class _SpaceOnly(Section):
 def study_json_schema() -> dict[str, Any]:
     """The JSON Schema (draft 2020-12) of the study file.
 
-    The schema is made once, which takes 20 ms. The function returns the same object to all callers, so they must not
-    change it.
+    The schema is made once, in 20 ms. The function returns the same object to all callers, so they must not change it.
     """
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **Study.model_json_schema()}
 
@@ -179,8 +178,8 @@ def parse_study(document: Mapping[str, Any], directory: Path | None = None) -> S
 def load_benchmarks(file: Path) -> AddedBenchmarks:
     """Read benchmarks that are to be added to a study from a YAML or JSON file.
 
-    The file has the key `benchmarks` and may have `contamination`, as a study file. Relative paths in the file are
-    relative to its directory. Raises InvalidStudy with every problem found.
+    The file has the key `benchmarks` and may have the key `contamination`, both as in a study file. Relative paths in
+    the file are relative to its directory. Raises InvalidStudy with every problem found.
     """
     return parse_benchmarks(read_document(file), file.absolute().parent)
 
@@ -212,9 +211,10 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
     Each benchmark lists the trials that are scored on it. A benchmark in `added` may have the name of a benchmark of
     the study, if both have the same task, metric, prompt attack and judge (an LLM that rates completions); the copy's
     benchmark then has the trials of both benchmarks. `added` may also change the limits on contamination, which is the
-    overlap of benchmarks with the data of the search. The names in `contamination.allowed`, names of benchmarks that
-    may overlap, are added to the study's names. `contamination.max_share`, the largest share of items that may overlap,
-    replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge differs.
+    overlap of benchmarks with the data of the search. The option `contamination.allowed` has the names of benchmarks
+    that may overlap; these names are added to the study's names. The option `contamination.max_share`, the largest
+    share of items that may overlap, replaces the study's value. Raises InvalidStudy if a task, metric, attack or judge
+    differs.
     """
     known = {spec.name: spec for spec in study.benchmarks}
     problems = []
@@ -243,10 +243,10 @@ def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
     `stored` is the stored study, and `given` is the new version. If the result is empty, the study may be resumed as
     `given` states it. The fields are dotted paths; the path of a benchmark has its name, as in "benchmarks.mmlu".
 
-    These changes are accepted: other `limits` and `contamination`, a larger `search.max_trials`, and more benchmarks.
-    The task, metric, prompt attack and judge (an LLM that rates completions) of a known benchmark must stay the same.
-    In a space that changes the number of layers, `limits.max_layers` must also stay the same, because it is part of the
-    space.
+    These changes are accepted: other sections `limits` and `contamination`, a larger option `search.max_trials`, and
+    more benchmarks. The task, metric, prompt attack and judge (an LLM that rates completions) of a known benchmark must
+    stay the same. In a space that changes the number of layers, the option `limits.max_layers` must also stay the same,
+    because it is part of the space.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()

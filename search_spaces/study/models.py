@@ -109,7 +109,7 @@ class Models(Section):
     def named(self) -> dict[str, str]:
         """Experts that are given as directories or hub ids, keyed by name.
 
-        Experts that are results of other jobs are missing until `service.studies.chains` has replaced them by
-        directories. Afterwards all experts are included.
+        Experts that are results of other jobs are missing until the module `service.studies.chains` has replaced them
+        by directories. Afterwards all experts are included.
         """
         return {alias: expert for alias, expert in self.experts.items() if isinstance(expert, str)}

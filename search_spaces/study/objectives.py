@@ -51,7 +51,7 @@ class DescribedTask(Section, ABC):
 
     @property
     def backend(self) -> Literal["vllm", "torch"]:
-        """The program that scores the task (`engine.backend`)."""
+        """The program that scores the task: the value of the study file's option `engine.backend`."""
         return "vllm"
 
     @property

@@ -278,7 +278,7 @@ class GivenRecipe(Section):
 
     @property
     def label(self) -> str:
-        """The merge's name in tables: `name`, or a name made from `file`."""
+        """The merge's name in tables: the option `name`, or a name made from the option `file`."""
         if self.name is not None or self.file is None:
             return self.name or "recipe"
         path = PurePath(self.file)
@@ -342,16 +342,16 @@ class Search(Section):
 
     @property
     def num_proposals(self) -> int:
-        """Number of configurations that the searcher may propose: `max_trials`, or 0 in studies without a search."""
+        """Number of configurations to propose at most: the field `max_trials`, or 0 in a study without a search."""
         return self.max_trials if self.proposes else 0
 
     def num_scored(self, num_samples: int) -> int:
         """Number of an objective's samples that are scored for a trial.
 
         `num_samples` is the number of all samples. With the option `fit_share` below 1, this share of the samples is
-        used for gradients only, and the other samples are scored; with `fit_share` 1, all samples are used for
-        gradients and are scored. The scored samples are the first samples in an order that the study's seed determines.
-        With a share below 1, a result of 0 means that no sample is scored, and a result of `num_samples` means that no
-        sample is used for gradients.
+        used for gradients only, and the other samples are scored; with the value 1, all samples are used for gradients
+        and are scored. The scored samples are the first samples in an order that the study's seed determines. With a
+        share below 1, a result of 0 means that no sample is scored, and a result of `num_samples` means that no sample
+        is used for gradients.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

@@ -22,7 +22,7 @@ Computation and export of merges with alignments:
 - `export`: the tensors, configuration and model class in the checkpoint of a merge with alignments
 - `modeling_aligned`: the model class itself, which is copied to the checkpoint
 
-Two parts are in other packages, because they import vLLM or Ray. `workers.engines.vllm.paths` computes paths with
-alignments in vLLM. `service.tune.proposing.alignments` learns the alignments of a study in Ray tasks, and keeps the
-study's own copies.
+Two parts are in other packages, because they import vLLM or Ray. The package `workers.engines.vllm.paths` computes
+paths with alignments in vLLM. The module `service.tune.proposing.alignments` learns the alignments of a study in Ray
+tasks, and keeps the study's own copies.
 """

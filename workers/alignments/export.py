@@ -49,8 +49,8 @@ class AlignedParts:
         """Make the config.json of an export with alignments from `config`, the configuration without alignments.
 
         The result replaces the values of `architectures` and `model_type`, and adds the keys `auto_map` and
-        `alignments`. With `auto_map`, transformers loads the model class that applies alignments (maps of the residual
-        stream). The key `alignments` describes the alignments to this class.
+        `alignments`. By the key `auto_map`, transformers loads the model class that applies alignments (maps of the
+        residual stream). The key `alignments` describes the alignments to this class.
         """
         name = CLASSES[self._model_type]
         module = MODELING_FILE.stem
@@ -75,7 +75,7 @@ def aligned_parts(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> AlignedPart
     An alignment is a map of the residual stream between two layers. `bank` has the weights of the recipe's models, and
     the path of the directory from which alignments are read. The alignments' tensors are rounded to `dtype`. Raises
     InvalidRecipe if an alignment does not fit the models, if its file is missing, or if merges of this model type
-    cannot be exported with alignments (types not in `CLASSES`).
+    cannot be exported with alignments (types that are not in the constant CLASSES).
     """
     if not any(alignments_before(recipe)):
         return None

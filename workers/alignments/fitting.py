@@ -61,8 +61,9 @@ OUTLIER = 20.0
 class FittedAlignment:
     """An alignment, and numbers that say how well it fits the activations of held-out texts.
 
-    An alignment is a map of the residual stream between two layers. The `discrepancy` compares the mapped output of the
-    first layer with the usual input of the second layer. It is 0 if their means and covariances are equal.
+    An alignment is a map of the residual stream between two layers. The function `discrepancy` compares the mapped
+    output of the first layer with the usual input of the second layer. The discrepancy is 0 if the means and
+    covariances are equal.
 
     - `before`: the discrepancy without an alignment
     - `moments`: the discrepancy with an alignment of kind `moments` (a scale and a shift for each channel)
@@ -89,7 +90,7 @@ class FittedAlignment:
 
     @classmethod
     def from_bytes(cls, content: bytes) -> FittedAlignment:
-        """Read the content of a safetensors file made by `to_bytes`. Raises ValueError for other content."""
+        """Read the content of a safetensors file made by the method `to_bytes`. Raises ValueError for other content."""
         try:
             found = safetensors.torch.load(content)
             size = int.from_bytes(content[:8], "little")
@@ -144,7 +145,8 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
     `first` is a pair of the activations, in x and in y, of the first tokens of texts, each [texts, channels]. These
     tokens are not among the rows. In some channels their activations are outliers in both x and y. For such a channel,
     scale and shift map two means of x to the same two means of y: the mean over the rows, and the mean over the first
-    tokens. Then the variance of the mapped channel may differ from the variance in y.
+    tokens. Then the variance of the mapped channel may differ from the variance in y. With `first` None, no channel is
+    treated in this way.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()
@@ -171,9 +173,10 @@ def fit_alignment(
 
     The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
     computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
-    [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the `discrepancy`, and
-    the kind `mlp` keeps the epoch with the smallest `discrepancy`. `first` contains the activations of the texts' first
-    tokens in x and in y. These tokens are not among the rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`.
+    [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the result's quality
+    (function `discrepancy`), and the kind `mlp` keeps the epoch with the smallest discrepancy. `first` contains the
+    activations of the texts' first tokens in x and in y, or is None if they are unknown. These tokens are not among the
+    rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`; None means the defaults.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
@@ -197,9 +200,10 @@ def fit_mlp(
     `train` and `held_out` are each a pair (x, y) of activations, with a row for each token: the output of one layer,
     and the input of the layer that follows the alignment. `first` contains the activations of the texts' first tokens
     in x and in y; these tokens are not among the rows. In channels of x in which the first tokens are outliers, the
-    alignment stays as `fit_moments` fits it. The epoch with the smallest `discrepancy` on the held-out rows is kept.
-    `options` are the sizes and the learning rate; None means the defaults. `seed` fixes the initial weights and the
-    order of rows. Equal arguments give equal bits on one machine with one number of threads.
+    alignment stays as the function `fit_moments` fits it. The epoch with the smallest result of the function
+    `discrepancy` on the held-out rows is kept. `options` are the sizes and the learning rate; None means the defaults.
+    `seed` fixes the initial weights and the order of rows. Equal arguments give equal bits on one machine with one
+    number of threads.
     """
     _check(*train)
     chosen = options or MlpOptions()

@@ -53,9 +53,9 @@ class AlignmentInputs:
         """Cache key of the alignment between the layers `pair`; the cached value is the alignment's digest.
 
         An alignment is a map of the residual stream, and its digest is the sha256 of its file. `pair` is (layer before
-        the alignment, layer after it), each as (name of a model in `pool`, index). The key depends on the models'
-        weights, on the texts from which the alignment is computed, and on the kind of alignment, but not on the models'
-        names.
+        the alignment, layer after it), each as (name of a model in the field `pool`, index). The key depends on the
+        models' weights, on the texts from which the alignment is computed, and on the kind of alignment, but not on the
+        models' names.
         """
         engine = self.options.model_dump(mode="json")
         document = {
@@ -98,9 +98,9 @@ def find_alignment(inputs: AlignmentInputs, pair: LayerPair) -> tuple[str, Fitte
 def keep_alignment(inputs: AlignmentInputs, pair: LayerPair, content: bytes) -> str:
     """Store the alignment of a pair of layers in the cache; return its digest, which is its name in recipes.
 
-    An alignment is a map of the residual stream between the two layers. `find_alignment` finds the alignment again by
-    equal `inputs` and `pair`. `content` is the result of `FittedAlignment.to_bytes`. Raises OSError if the cache cannot
-    be written.
+    An alignment is a map of the residual stream between the two layers. The function `find_alignment` finds the
+    alignment again by equal `inputs` and `pair`. `content` is the result of the method `FittedAlignment.to_bytes`.
+    Raises OSError if the cache cannot be written.
     """
     digest = store_alignment(_directory(), content)
     cached(inputs.key(pair), digest)

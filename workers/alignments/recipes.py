@@ -87,7 +87,7 @@ def read_alignments(recipe: Recipe, bank: Bank, dtype: torch.dtype) -> Mapping[i
     """Read a recipe's alignments, rounded to `dtype`, keyed by the index of the layer after each alignment.
 
     An alignment is a map of the residual stream between two layers. `bank` has the weights of the recipe's models, and
-    the path of the directory with the files of alignments (`Family.alignments_dir`).
+    the path of the directory with the files of alignments (field `Family.alignments_dir`).
 
     Raises:
         InvalidRecipe: The recipe has an alignment at a place where none is allowed, an alignment's file is missing,

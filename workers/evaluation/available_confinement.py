@@ -52,7 +52,7 @@ def available_confinement() -> type[Confinement]:
 def without_packages(code: str) -> list[str]:
     """Command line of a new Python process that runs `code` with the `sys.path` of this process.
 
-    The new process does not load the module `site`, which would run code of installed packages at its start.
+    The new process does not load the module `site`; the module would run code of installed packages at its start.
     """
     places = [*map(os.path.abspath, sys.path), OWN_PACKAGES]
     return [sys.executable, "-P", "-s", "-S", "-c", f"import sys; sys.path[:] = {places!r}\n{code}"]

@@ -1,7 +1,8 @@
 """Sandbox by bubblewrap: a process runs in separate namespaces, without other files, processes and networks.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
-users create namespaces. Within the namespaces, the filter of system calls and the limits of `confinement` also apply.
+users create namespaces. Within the namespaces, the filter of system calls and the limits of the module `confinement`
+also apply.
 
 Source: bwrap(1).
 """
@@ -65,8 +66,8 @@ class Bubblewrap(Confinement):
     finds its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
     and `version` is its name and version.
 
-    `user` is the number of the user, and of the group, to which the process switches in `apply`; with None, it does not
-    switch. Only a process that root started can switch. A process that switches has no namespace of users.
+    `user` is the number of the user, and of the group, to which the process switches in the method `apply`; with None,
+    it does not switch. Only a process that root started can switch. A process that switches has no namespace of users.
     """
 
     program: str = field(default_factory=bwrap)

@@ -58,7 +58,7 @@ class Subtask:
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
         the delimiter. With a chat template, the result is usually "". The exception is a task that itself begins the
-        answer with a text (`prefix`) that does not end in white space: the result is then the delimiter.
+        answer with a text (field `prefix`) that does not end in white space: the result is then the delimiter.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""
@@ -67,7 +67,7 @@ class Subtask:
 
 @dataclass(frozen=True)
 class Document:
-    """One sample of a task, in lm-eval's terms: its requests (`Instance` objects, in order), and its right answers.
+    """One sample of a task, in lm-eval's terms: its requests (objects `Instance`, in order), and its right answers.
 
     The function `right` finds the right answers when it is called.
     """
@@ -127,7 +127,7 @@ class TaskCode(Protocol):
         ...
 
     def forget(self) -> None:
-        """Drop all pending computations: those begun by `begin` without a result from `values` yet.
+        """Drop the computations that the method `begin` has begun and whose values were not returned yet.
 
         The results are no longer needed, for example because the scoring of another sample has failed.
         """

@@ -1,8 +1,8 @@
 """Evaluation tasks that have their own Python functions, each built and scored in a confined process (a sandbox).
 
 The confined process reads the task's files, the packages and the libraries of the system, and the data that this
-process has loaded for it. The process writes only below a separate temporary directory. `confinement` lists all
-restrictions. The confined process sends JSON, which is checked here.
+process has loaded for it. The process writes only below a separate temporary directory. The module `confinement` lists
+all restrictions. The confined process sends JSON, which is checked here.
 """
 
 from __future__ import annotations
@@ -57,10 +57,10 @@ class _Request:
 class ConfinedTask(TaskProcess):
     """Client of a sandboxed process that builds one task and runs the task's own Python functions.
 
-    The process can use only the files and resources that it needs (`Confinement`). The class implements
-    `built_tasks.TaskCode`; `built` is the task of `spec`. The metric of a sample may take `sample_limit_s` seconds, and
-    building the task may take `task_limit_s` seconds. `confinement` replaces the sandbox in tests. Raises InvalidTask
-    if the task cannot be built, and if this machine cannot confine a process.
+    The process can use only the files and resources that it needs (interface `Confinement`). The class implements the
+    interface `built_tasks.TaskCode`. The attribute `built` is the task that `spec` describes. The metric of a sample
+    may take `sample_limit_s` seconds, and building the task may take `task_limit_s` seconds. `confinement` replaces the
+    sandbox in tests. Raises InvalidTask if the task cannot be built, and if this machine cannot confine a process.
     """
 
     def __init__(
@@ -119,7 +119,7 @@ class ConfinedTask(TaskProcess):
         """
 
     def forget(self) -> None:
-        """Do nothing: there are no pending computations to drop, because `begin` starts none."""
+        """Do nothing: there are no pending computations to drop, because the method `begin` starts none."""
 
     def values(self, answers: Sequence[Answers]) -> list[float]:
         """The task's metric for each of several samples, in the order of `answers`; all values are finite.
@@ -270,9 +270,9 @@ def _streams(data: Any) -> dict[str | None, int]:
     """Write a data set to temporary files as Arrow streams, and return a file descriptor for each split, keyed by name.
 
     A process that may open no files reads the data through these descriptors. The files are deleted at once, but stay
-    readable until the descriptors are closed. `data` is a result of `datasets.load_dataset`. For a data set without
-    splits, the only key of the result is None. Raises InvalidTask if `data` is neither a data set in memory nor a
-    mapping of splits to such data sets, for example if it is streamed.
+    readable until the descriptors are closed. `data` is a result of the function `datasets.load_dataset`. For a data
+    set without splits, the only key of the result is None. Raises InvalidTask if `data` is neither a data set in memory
+    nor a mapping of splits to such data sets, for example if it is streamed.
     """
     import pyarrow
     from datasets import Dataset, DatasetDict

@@ -1,7 +1,8 @@
 """Interface of the sandboxes that confine processes, and the files and resources that a confined process may use.
 
 There are two sandboxes, `bubblewrap` and `landlock`, which differ in how they limit files. In both, the same filter
-limits the system calls (`system_calls`), so that a program behaves the same. A process cannot remove a restriction.
+limits the system calls (module `system_calls`), so that a program behaves the same. A process cannot remove a
+restriction.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ def ending(code: int) -> str:
 
 @dataclass(frozen=True)
 class Confinement(ABC):
-    """Interface of a sandbox for one process (`Bubblewrap`, `Landlock`), with the files and resources it may use.
+    """Interface of the sandboxes (classes `Bubblewrap` and `Landlock`): the files and resources of one process.
 
     - `readable`, `writable`: absolute paths of files, and of directories with everything below them
     - `listable`: directories in which the process can list the names of files, but not read the files; with bubblewrap,
@@ -67,15 +68,16 @@ class Confinement(ABC):
         """Return the command line and the environment with which to start a process in the sandbox.
 
         `command` is the command line of the process itself, and `environment` is its environment. The process must call
-        `apply` before it runs untrusted code.
+        the method `apply` before it runs untrusted code.
         """
         ...
 
     def exit_code(self, code: int) -> int:
-        """Convert the exit code of the process started by `command` to the exit code of the process in the sandbox.
+        """Convert the exit code of the started process to the exit code of the process in the sandbox.
 
-        The two codes differ if a program such as bwrap starts the process in the sandbox. The result is negative if a
-        signal ended the process.
+        The started process is the process of the command line that the method `command` returns. The two codes differ
+        if this command line is a program, such as bwrap, that starts the process in the sandbox. The result is negative
+        if a signal ended the process.
         """
         return code
 
@@ -92,8 +94,9 @@ class Confinement(ABC):
 
         From then on the process
 
-        - reads only some devices and the files in `readable` and `writable`, and writes only the files in `writable`
-        - lists only the directories among these paths and the directories in `listable`
+        - reads only some devices and the files in the fields `readable` and `writable`, and writes only the files in
+          `writable`
+        - lists only the directories among these paths and the directories in the field `listable`
         - has no network, starts no process and no program, and sends signals to itself only
         - neither reads other processes nor changes their priority, affinity or limits
         - changes no owners, modes, times or attributes of files, mounts nothing, and enters no namespace

@@ -6,7 +6,7 @@ A task names its data as `owner/name`. The data are searched, in this order, in
 2. the hub, or the mirror in `HF_ENDPOINT`, if it answers; else the cache of the package `datasets`;
 3. the hub client's cache, where `hf download --repo-type dataset owner/name` puts a snapshot.
 
-`TRACE/...` names data that are not on the hub: only a directory can have them.
+Data with a name that begins with `TRACE/` are not on the hub; they are found only in the directory of point 1.
 """
 
 from __future__ import annotations

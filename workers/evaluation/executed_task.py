@@ -29,9 +29,9 @@ __all__ = ["ExecutedTask"]
 class ExecutedTask:
     """Inline task (JSONL file) whose completions are programs, which are executed with their samples' tests.
 
-    The class implements `built_tasks.TaskCode`. `task` is the task as lm-eval built it, and `rows` are its samples.
-    `built` is the same task with this object as its code. Raises InvalidTask if this machine has no sandbox for
-    programs.
+    The class implements the interface `built_tasks.TaskCode`. `task` is the task as lm-eval built it, and `rows` are
+    its samples. The attribute `built` is the same task with this object as its field `code`. Raises InvalidTask if this
+    machine has no sandbox for programs.
     """
 
     def __init__(self, task: BuiltTask, rows: Sequence[InlineRow]) -> None:

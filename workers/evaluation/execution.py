@@ -99,7 +99,11 @@ class Executor:
         raise AssertionError
 
     def run(self, programs: Sequence[str]) -> list[str | None]:
-        """Execute programs, wait for them, and return their outcomes (`submit`, then `outcomes`)."""
+        """Execute programs, wait for them, and return the outcome of each, in their order.
+
+        An outcome is None if the program ran to its end, else the reason why it did not. The method calls the method
+        `submit`, then the method `outcomes`.
+        """
         self.submit(programs)
         return self.outcomes()
 
@@ -160,8 +164,8 @@ class Executor:
 def pass_at_k(num_samples: int, num_passed: int, k: int) -> float:
     """Unbiased estimate of pass@k, the probability that at least one of `k` samples passes.
 
-    The estimate is made from `num_samples` samples, of which `num_passed` passed; `k` is at most `num_samples`. This is
-    equation 1 of Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374).
+    The estimate is made from `num_samples` samples, of which `num_passed` passed; `k` is at most `num_samples`. The
+    estimate is equation 1 of Chen et al., "Evaluating Large Language Models Trained on Code" (arXiv:2107.03374).
     """
     if num_samples - num_passed < k:
         return 1.0

@@ -32,7 +32,7 @@ NUM_THREADS = 4
 def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
     """Small pictures of the samples [start, stop) of a task, in the order of scoring.
 
-    The picture is None if the image cannot be read or decoded, or if its picture would be larger than MAX_BYTES.
+    A picture is None if its image cannot be read or decoded, or if the picture would be larger than MAX_BYTES.
     """
     samples = [task.images.samples[index] for index in task.order[start:stop]]
 
@@ -49,7 +49,7 @@ def pictures_of(task: ImageTask, start: int, stop: int) -> SamplePictures:
 def picture_of(image: Any) -> bytes | None:
     """Encode a PIL image in RGB as a small WebP file; None if the file would have more than MAX_BYTES bytes.
 
-    The image itself is reduced, because a copy of a large image takes much memory.
+    The given image itself is made smaller, because a copy of a large image takes much memory.
     """
     is_small = max(image.size) <= LOSSLESS_SIDE
     image.thumbnail((SIDE, SIDE))

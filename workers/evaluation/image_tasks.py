@@ -2,7 +2,7 @@
 
 The description of a task in a study file has these keys:
 
-- `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that `data_sets` finds
+- `images`: the folder, the JSONL file, or hub:OWNER/NAME, a data set that the module `data_sets` finds
 - `split`, `config`: the split of a data set and, if the data set has several configurations, the configuration
 - `head`: the alias of the model whose classification head scores the task
 - `classes`: names of the classes in the order of the head's outputs; without this key, classes are matched to outputs
@@ -378,7 +378,7 @@ class ImageTasks:
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
         """Numbers of tokens for one image: the model reads one token for each patch, and one token for the class.
 
-        The model generates nothing; an image counts as one generated token.
+        The model generates nothing; an image counts as one generated token. `cache` is not used.
         """
         size, patch = int(prompts.config["image_size"]), int(prompts.config["patch_size"])
         return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
@@ -497,7 +497,12 @@ def _of_lines(
 def _of_data_set(
     place: str, task: Mapping[str, Any], stated: tuple[str, ...] | None, access: FileAccess | None
 ) -> ImageSet:
-    """List the images and labels of a hub data set, which is loaded from the first place that has it (`data_sets`)."""
+    """List the images and labels of a hub data set, loaded from the first place that has it (module `data_sets`).
+
+    `place` is hub:OWNER/NAME, and `task` is the task's description in the study file. `stated` has the names of the
+    classes that the description states, or is None. `access` limits the files that may be read; None is no limit.
+    Raises InvalidTask if the data set cannot be used.
+    """
     import datasets
 
     name, image, label = place.removeprefix(HUB), str(task.get("image") or "image"), str(task.get("label") or "label")
@@ -541,7 +546,7 @@ def _of_data_set(
 
 
 def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
-    """Path of the image and label in a line of a JSONL file; the label is None if the line has no key for it."""
+    """Path of the image, and label, in a line of a JSONL file; the label is None if the line does not state one."""
     try:
         document = json.loads(line)
     except ValueError as error:

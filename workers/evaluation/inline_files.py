@@ -97,7 +97,7 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 class RowTemplates:
     """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
-    `templates` has the templates by the keys "prompt" and "answer". A null field is written as None, or refused if
+    `templates` has the templates under the keys "prompt" and "answer". A null field is written as None, or refused if
     `refuse_null` is true. Error messages begin with `where`, such as the file's name, and call the answer
     `answer_name`. Raises InvalidTask for an invalid template.
     """

@@ -1,7 +1,7 @@
 """Prompts for a judge about the samples of a task, and the verdicts in the judge's answers.
 
-A judge is a model that compares a completion with the reference answer (`search_spaces.study.judge`). This module sends
-no requests to the judge; the driver of a study sends them (`service.tune.judging`).
+A judge is a model that compares a completion with the reference answer (module `search_spaces.study.judge`). This
+module sends no requests to the judge; the driver of a study sends them (module `service.tune.judging`).
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def prompt_digest(prompt: str) -> str:
 def preference_of(answer: str, *, is_swapped: bool) -> float | None:
     """Read a judge's verdict: 1 if the completion is better than the reference answer, 0 if it is worse, 0.5 for a tie.
 
-    `answer` is the text of the judge, a language model that compares two answers; the last verdict in the text counts.
+    `answer` is the text of the judge, a language model that compares two answers; the last verdict in the text is used.
     `is_swapped` says whether the completion was the second of the two answers. The result is None for a text without a
     verdict.
     """

@@ -32,7 +32,10 @@ def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = N
 
 
 def text_lengths(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-    """Measure the mean numbers of tokens for one sample of a text task (`lengths_of`)."""
+    """Measure the mean numbers of tokens for one sample of the text task `spec`.
+
+    The arguments and errors are those of the function `lengths_of`.
+    """
     if spec.content is None or not isinstance(spec.task, Mapping):
         return _counted(spec, prompts)
     options = digest_of(prompts.options.document())

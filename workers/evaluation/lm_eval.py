@@ -1,7 +1,8 @@
 """Scoring: a backend answers a task's samples, and lm-eval's filters and metrics turn the answers into values.
 
 Requests are built and tokenized once per task. After that, scoring is one batch for the backend and the metric of each
-sample (`metrics`). The backend is the warm engine or plain transformers (`workers.evaluation.prompts.Backend`).
+sample (module `metrics`). The backend is the warm engine or plain transformers (interface
+`workers.evaluation.prompts.Backend`).
 """
 
 from __future__ import annotations
@@ -97,8 +98,8 @@ class _Asked:
     """A sample with its requests to the backend and the answers received so far.
 
     `position` is the sample's place in the scoring order of `task`. `answers[i]` is the answer to the i-th request, or
-    None until it arrives. The answer to a request to generate is a `Completion`. The answer to a request to score is
-    the pair (log-likelihood, whether greedy decoding gives the text).
+    None until it arrives. The answer to a request to generate is an object of the class `Completion`. The answer to a
+    request to score is the pair (log-likelihood, whether greedy decoding gives the text).
     """
 
     def __init__(self, task: BuiltTask, position: int, requests: tuple[_Request, ...]) -> None:
@@ -284,12 +285,12 @@ class TaskEvaluator:
     """Evaluator that scores samples of tasks on one backend (engine), and keeps tokenized tasks for later calls.
 
     `backend` may be None if nothing is scored. `prompts` has the tokenizer, and the options by which texts become
-    prompts. `metrics` computes the metrics of samples. By default they are computed in this process; then `score` must
-    be called in the main thread. The metric of a task with its own code is always computed by the sandboxed process of
-    this task.
+    prompts. `metrics` computes the metrics of samples. By default they are computed in this process; then the method
+    `score` must be called in the main thread. The metric of a task with its own code is always computed by the
+    sandboxed process of this task.
 
     The most recently used tokenized tasks are kept, up to MAX_KEPT_TOKENS prompt tokens together. The tasks of one call
-    of `score` are always kept.
+    of the method `score` are always kept.
     """
 
     def __init__(self, backend: Backend | None, prompts: Prompts, *, metrics: Metrics | None = None) -> None:
@@ -299,15 +300,16 @@ class TaskEvaluator:
         self._prepared: dict[str, _Prepared] = {}  # by the task's digest, least recently used first
 
     def with_backend(self, backend: Backend) -> TaskEvaluator:
-        """Create an evaluator with another backend, which shares this evaluator's tasks and tokenized requests."""
+        """Create an evaluator that uses `backend`, and that shares this evaluator's tasks and tokenized requests."""
         other = TaskEvaluator(backend, self.lm.prompts, metrics=self._metrics)
         other._prepared = self._prepared
         return other
 
     def describe(self, spec: TaskSpec) -> TaskInfo:
-        """Build the task `spec`, and return facts about it, including how many prompts were cut to `max_model_len`.
+        """Build the task `spec`, and return facts about it, such as the number of prompts that are cut.
 
-        Raises InvalidTask if the task cannot be built.
+        A prompt is cut if it is longer than the option `max_model_len` allows. Raises InvalidTask if the task cannot be
+        built.
         """
         prepared = self._prepare(spec)
         self._forget_all_but({spec.digest})

@@ -70,8 +70,9 @@ class Prepared:
 
     - `directories`: the directories of the task's files
     - `files`: the files in these directories that the task's code may read
-    - `datasets`: the task's data, as `datasets.load_dataset` returned them, by `task_loading.data_key`
-    - `index`: the named tasks (`task_index`), which other tasks may refer to; None if the task needs none
+    - `datasets`: the task's data, as `datasets.load_dataset` returned them, keyed by the result of the function
+      `task_loading.data_key`
+    - `index`: the named tasks (function `task_index`), which other tasks may refer to; None if the task needs none
     """
 
     directories: tuple[str, ...]
@@ -83,7 +84,8 @@ class Prepared:
 class LoadedTasks(dict[str, Any]):
     """Dict of lm-eval's task objects, keyed by name.
 
-    If the study names a group of tasks, `categories` maps the name of each group within it to the names of its tasks.
+    If the study names a group of tasks, the attribute `categories` maps the name of each group within it to the names
+    of its tasks.
     """
 
     def __init__(self, tasks: Mapping[str, Any]) -> None:
@@ -125,7 +127,7 @@ def build(spec: TaskSpec, *, prepared: Prepared | None = None) -> BuiltTask:
 
 
 def prepare(spec: TaskSpec) -> Prepared:
-    """Load the data of the task `spec` without running its code, so that a sandboxed process can `build` it.
+    """Load the data of the task `spec` without running its code, so that a sandboxed process can build the task.
 
     Raises InvalidTask if files or data cannot be read, or if the study may not read them.
     """
@@ -145,8 +147,9 @@ def prepare(spec: TaskSpec) -> Prepared:
 def _files_of_task(directory: Path, access: FileAccess | None) -> Iterator[Path]:
     """Yield the files in a task's directory that code of the task may read.
 
-    These are the files of the directory itself, and the Python and YAML files below it. Hidden files are left out.
-    Files that `access` refuses, such as links to files elsewhere, are also left out, except for files of shipped tasks.
+    The result contains the files of the directory itself, and the Python and YAML files in its subdirectories. Hidden
+    files are left out. Files that `access` refuses, such as links to files elsewhere, are also left out, except for
+    files of shipped tasks.
     """
     access = None if is_shipped(directory) else access
     for place, folders, names in os.walk(directory):
@@ -167,7 +170,7 @@ def content_hash(file: str | Path) -> str:
 
 
 def _quieten() -> None:
-    """Silence lm-eval's warnings about default settings, and the progress bars of lm-eval and `datasets`."""
+    """Silence lm-eval's warnings about default settings, and progress bars of lm-eval and the package `datasets`."""
     import lm_eval.api.task
     from datasets import disable_progress_bars
 
@@ -252,8 +255,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 
     `name` is the name of the lm-eval task, and `spec` is the task of the study. `task` is the study's description of
     the JSONL task, with settings such as `max_tokens`. A greedy completion is right if it equals the whole answer,
-    apart from white space at its ends. This does not apply if the description has a program that tests completions
-    (`executed_task`).
+    apart from white space at its ends. This rule does not apply if the description has a program that tests completions
+    (module `executed_task`).
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -300,8 +303,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
 def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     """Load the tasks of `spec` with lm-eval, from a YAML file or by a registered name.
 
-    `loading` is one of the context managers of `task_loading`; it limits the files that lm-eval may read. Returns
-    lm-eval's task objects, keyed by name.
+    `loading` is one of the context managers of the module `task_loading`; it limits the files that lm-eval may read.
+    Returns lm-eval's task objects, keyed by name.
     """
     assert isinstance(spec.task, str)
     return _from_yaml(spec.task, spec, loading) if is_file(spec.task) else _from_name(spec.task, loading)

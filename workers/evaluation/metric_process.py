@@ -1,7 +1,7 @@
 """Computation of metrics in a separate process, where timers work and a crash does not affect the engine.
 
-`TaskProcess` is the base class of `MetricProcess` and `confined_task.ConfinedTask`. The code of the process is in
-`task_server`. Metrics that set timers need the main thread of a process.
+The class `TaskProcess` is the base class of `MetricProcess` and `confined_task.ConfinedTask`. The code of the process
+is in the module `task_server`. Metrics that set timers need the main thread of a process.
 """
 
 from __future__ import annotations
@@ -47,8 +47,9 @@ class TaskProcess(ABC):
     `sample_limit_s` seconds. The new process computes the missing values sample by sample. If it also ends or takes too
     long, MetricFailed is raised for the sample at which this happens.
 
-    The process is killed by `stop`, and when this object is garbage-collected. Building a task may take `task_limit_s`
-    seconds. Only one thread may use the object at a time. Linux kills the process when the thread that started it ends.
+    The process is killed by the method `stop`, and when this object is garbage-collected. Building a task may take
+    `task_limit_s` seconds. Only one thread may use the object at a time. Linux kills the process when the thread that
+    started it ends.
     """
 
     def __init__(self, *, sample_limit_s: float, task_limit_s: float) -> None:
@@ -206,7 +207,7 @@ class TaskProcess(ABC):
     def _check(self) -> None:
         """Check that the process does not misuse resources, such as space on disk; raise a WorkerError if it does.
 
-        This is called about once a second while a reply of the process is awaited.
+        The method is called about once a second while a reply of the process is awaited.
         """
 
     def _error(self, kind: str, message: str, field: str) -> WorkerError:
@@ -214,7 +215,7 @@ class TaskProcess(ABC):
 
 
 class MetricProcess(TaskProcess):
-    """A separate process that computes metrics of tasks without code of their own (`metrics.Metrics`).
+    """A separate process that computes metrics of tasks without code of their own (interface `metrics.Metrics`).
 
     The process is started at once. The process has no sandbox, and has this process's environment variables. The metric
     of a sample may take `sample_limit_s` seconds, and building a task may take `task_limit_s` seconds.

@@ -2,7 +2,7 @@
 
 Metrics may set timers (SIGALRM), which Python allows only in the main thread of a process. In other threads they raise,
 or score 0 without a message. A replica scores in another thread. Therefore it computes metrics in a separate process
-(`metric_process.MetricProcess`).
+(class `metric_process.MetricProcess`).
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str
     """Apply a filter and metrics to the answers to one document, and return the results by metric.
 
     `subtask` is the lm-eval task of the document. Its filter extracts the answer from a model's text. Usually the
-    result has each of the metrics of `subtask`. If `metric` is a metric of this project (`sample_metrics`) that
+    result has each of the metrics of `subtask`. If `metric` is a metric of this project (module `sample_metrics`) that
     `subtask` does not have, the result has only `metric`.
     """
     from lm_eval.api.instance import Instance

@@ -2,8 +2,8 @@
 
 An item is the question of a sample, with its options and right answers, without few-shot examples. The rule follows the
 analysis of GPT-3 (Brown et al. 2020, "Language models are few-shot learners", appendix C): n-grams of 13 words, in
-lower case, without punctuation. An n-gram that occurs in more than 10 items is not counted, because it counts as text
-of the prompt template.
+lower case, without punctuation. An n-gram that occurs in more than 10 items is not counted, because it is regarded as
+text of the prompt template.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class OverlappingItems:
 
 
 class SearchItems:
-    """Searchable index of the items of several tasks, which finds items of another task with the same text.
+    """Index of the items of several tasks; it finds the items of another task that have text in common with them.
 
     `items` has the items (samples as text) of each task, keyed by the task's name.
     """
@@ -129,7 +129,10 @@ def items_of(spec: TaskSpec) -> Iterator[Item]:
 
 
 def text_items(spec: TaskSpec) -> Iterator[Item]:
-    """Yield the items (samples as text) of a text task, in the order of its data (`items_of`)."""
+    """Yield the items (samples as text) of the text task `spec`, in the order of its data.
+
+    Raises InvalidTask if the task cannot be built.
+    """
     if isinstance(spec.task, Mapping):
         for index, row in enumerate(inline_rows(spec)):
             yield Item(str(index), f"{row.prompt}\n{row.answer}")

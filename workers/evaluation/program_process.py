@@ -31,12 +31,12 @@ REASON = 500  # most characters of the reason why a program failed
 def start_message(
     program: str, token: bytes, *, user: int | None, limits: Mapping[int, int], is_filtered: bool
 ) -> bytes:
-    """Serialise the message that a process running `run_confined` reads from its standard input.
+    """Serialise the message that the function `run_confined` reads from the standard input of its process.
 
     - `program`: the program to execute
     - `token`: the bytes that the process writes if the program runs to its end
     - `user`: the number of the user to switch to, or None
-    - `limits`: resource limits, by `resource.RLIMIT_*`
+    - `limits`: resource limits, keyed by the constants `resource.RLIMIT_*`
     - `is_filtered`: whether system calls are filtered
     """
     return marshal.dumps((program, token, user, dict(limits), is_filtered))
@@ -45,8 +45,8 @@ def start_message(
 def run_confined() -> None:
     """Confine this process, which bwrap has started, and execute the program on its standard input.
 
-    The standard input has a `start_message`. The function `run` executes the program, and writes to the standard output
-    whether the program ran to its end.
+    The standard input has the result of the function `start_message`. The function `run` executes the program, and
+    writes to the standard output whether the program ran to its end.
     """
     program, token, user, limits, is_filtered = marshal.load(sys.stdin.buffer)
 

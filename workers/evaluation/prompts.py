@@ -73,13 +73,14 @@ class Stream(Protocol):
 
     @property
     def is_cancelled(self) -> bool:
-        """Whether the completion is no longer wanted by anyone."""
+        """Whether the completion was cancelled, because nobody waits for it any more."""
         ...
 
     def add(self, text: str, num_tokens: int, finish_reason: str | None) -> None:
-        """Pass on `text`, the part of the completion that an engine's step has added, and its number of tokens.
+        """Add to the completion the text that the engine has generated in one step.
 
-        `finish_reason` is "stop" or "length" at the end of the completion, and None before.
+        `text` is the added text, and `num_tokens` is its number of tokens. `finish_reason` is "stop" or "length" at the
+        end of the completion, and None before.
         """
         ...
 
@@ -95,8 +96,8 @@ class Backend(Protocol):
     ) -> list[Completion]:
         """Complete prompts, and return the completions in the order of the requests.
 
-        `finished` is called with (index of a request, its completion) as soon as the completion is ready. `finished`
-        must not raise an error.
+        If `finished` is not None, it is called with (index of a request, its completion) as soon as the completion is
+        ready. `finished` must not raise an error.
         """
         ...
 

@@ -57,7 +57,7 @@ class Target:
 
     @property
     def size(self) -> float:
-        """Divisor for the loss of this sample, which makes losses of different tasks comparable.
+        """Divisor that makes the loss of this sample comparable with losses on other tasks.
 
         For a completion the divisor is the number of scored tokens, or its mean over alternative right completions. For
         a multiple choice it is the natural logarithm of the number of options.
@@ -68,7 +68,7 @@ class Target:
 
 
 class References:
-    """The tokenized right answers of tasks' samples, for computing losses (`Target`).
+    """The tokenized right answers of tasks' samples, for computing losses (class `Target`).
 
     `evaluator` provides the tokenized prompts. The targets of a task are built once.
     """
@@ -90,10 +90,10 @@ class References:
         return known
 
     def unit(self, spec: TaskSpec) -> float:
-        """Divisor for losses on the task `spec`, which makes losses on several tasks comparable.
+        """Divisor that makes losses on the task `spec` comparable with losses on other tasks.
 
-        The number is the mean `Target.size` of the task's samples. After the division, losses on completions are in
-        nats per token of an answer. Losses on a multiple choice are 1 at chance level.
+        The number is the mean size of the task's samples (property `Target.size`). After the division, losses on
+        completions are in nats per token of an answer. Losses on a multiple choice are 1 at chance level.
         """
         known = self._units.get(spec.digest)
         if known is None:
@@ -159,7 +159,7 @@ def lack_of_references(spec: TaskSpec) -> str | None:
     """Reason why no loss can be computed on the right answers of the task `spec`; None if a loss can be computed.
 
     Only the first samples are checked, and no tokenizer is needed. Raises InvalidTask if the task cannot be built or
-    scored (`tasks.check_task`).
+    scored (function `tasks.check_task`).
     """
     return reader_of(spec.task).lack_of_references(spec)
 
@@ -170,13 +170,16 @@ def lack_of_entropy(spec: TaskSpec) -> str | None:
 
 
 def lack_of_right_answers(spec: TaskSpec) -> str | None:
-    """Reason why no loss can be computed on a text task (`lack_of_references`); None if a loss can be computed."""
+    """Reason why no loss can be computed on the right answers of a text task; None if a loss can be computed.
+
+    The checks and errors are those of the function `lack_of_references`.
+    """
     with build_task(spec) as task:
         return built_tasks.lack_of_references(task, CHECKED)
 
 
 def _scales(options: Sequence[str], metric: str) -> tuple[float, ...]:
-    """Factors for the log-likelihoods of the options of a multiple choice, which correct for the options' lengths.
+    """Factors that correct the log-likelihoods of a multiple choice's options for the lengths of the options.
 
     There is a factor for each of `options`. For a metric that divides by lengths (acc_norm, acc_bytes), the factor is
     the mean length of the options divided by the option's length. For any other metric the factor is 1.

@@ -27,9 +27,9 @@ class RightAnswer:
 def right_answer(task: Any, document: Any) -> RightAnswer:
     """The right answers of a document of an lm-eval task.
 
-    If losses cannot be computed on the right answers, the result has the reason (`RightAnswer.lack`). A multiple choice
-    needs a right option among several options. A generating task needs a target that is a text or a list of texts; no
-    text may be empty.
+    If losses cannot be computed on the right answers, the result has the reason (field `RightAnswer.lack`). A multiple
+    choice needs a right option among several options. A generating task needs a target that is a text or a list of
+    texts; no text may be empty.
     """
     try:
         if task.OUTPUT_TYPE == "multiple_choice":
@@ -66,7 +66,7 @@ def _texts(task: Any, document: Any) -> tuple[str, ...]:
 
 
 def _right_options(task: Any, document: Any) -> tuple[int, ...]:
-    """The indices, from 0, of the options of a multiple choice that lm-eval counts as right.
+    """The indices, from 0, of the right options of a multiple choice, according to lm-eval.
 
     `task` is lm-eval's task object, and `document` is one of its samples. Indices in the document that are not the
     index of an option are left out.

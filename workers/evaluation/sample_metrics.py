@@ -1,8 +1,8 @@
 """Metrics of single samples, for tasks without a metric, or with a metric computed over all samples at once.
 
-A search estimates a metric from a part of the samples, which works only for means over samples. Therefore corpus
-metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample forms
-that papers report, with values from 0 to 1, and `length`:
+A search estimates a metric from a part of the samples. Only means over samples can be estimated in this way. Therefore
+corpus metrics such as BLEU, chrF, F1 and Matthews' correlation cannot be searched. The metrics here are the per-sample
+forms that papers report, with values from 0 to 1, and `length`:
 
 - `sentence_chrf`: chrF of one sentence (Popović, 2015), by sacrebleu
 - `rouge_l`: ROUGE-L, the F-measure of the longest common subsequence (Lin, 2004), by rouge-score
@@ -98,8 +98,8 @@ def _sari_of(
     """The three scores of SARI for n-grams of one length: (kept, deleted, added).
 
     The arguments are the counts of n-grams in each text. Counts of the source and of the answer are multiplied by the
-    number of references, and compared with the sum of the references' counts. For example, an n-gram that half of the
-    references keep counts as half kept.
+    number of references, and compared with the sum of the references' counts. For example, keeping an n-gram that half
+    of the references keep is half right.
     """
     total = sum(references, Counter[str]())
     source_total = Counter({gram: count * len(references) for gram, count in source.items()})
@@ -152,8 +152,8 @@ def _contains(_: str, references: Sequence[str], answer: str) -> float:
 def _edit_similarity(_: str, references: Sequence[str], answer: str) -> float:
     """The similarity, from 0 to 1, of the line of code `answer` and the most similar of the `references`.
 
-    This is the metric of CodeXGLUE for the data set py150: the similarity of `difflib.SequenceMatcher`, rounded to
-    0.01, after the data set's placeholders for literals are replaced.
+    The metric is that of CodeXGLUE for the data set py150: the similarity by the class `difflib.SequenceMatcher`,
+    rounded to 0.01, after the data set's placeholders for literals are replaced.
     """
     text = _without_marks(answer)
     return max(round(100 * SequenceMatcher(None, text, _without_marks(each)).ratio()) for each in references) / 100

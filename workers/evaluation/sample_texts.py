@@ -15,14 +15,17 @@ SEPARATOR = "\n"
 def sample_texts(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
     """Build a task, and return prompt and right answer of its samples [start, stop), in the order of scoring.
 
-    Prompts are without chat template, which would need a tokenizer. The result is shorter if the task has fewer than
-    `stop` samples. Raises InvalidTask if the task cannot be built.
+    Prompts are without chat template, because a chat template needs a tokenizer. The result is shorter if the task has
+    fewer than `stop` samples. Raises InvalidTask if the task cannot be built.
     """
     return reader_of(spec.task).texts(spec, start, stop)
 
 
 def prompts_and_answers(spec: TaskSpec, start: int, stop: int) -> SampleTexts:
-    """Prompt and right answer of each sample [start, stop) of a text task, in the order of scoring (`sample_texts`)."""
+    """Prompt and right answer of each sample [start, stop) of a text task, in the order of scoring.
+
+    The details and errors are those of the function `sample_texts`.
+    """
     with build_task(spec) as task:
         documents = documents_of(task, PromptSettings(None, None, ""))
         return tuple(text_of(documents[subtask][index]) for subtask, index in task.order[start:stop])

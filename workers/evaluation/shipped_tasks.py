@@ -22,8 +22,8 @@ __all__ = ["FetchedData", "ShippedTask", "fetch", "shipped_tasks"]
 class ShippedTask:
     """Facts about a shipped evaluation task, from its YAML file.
 
-    - `sizes`: the number of samples of each split, or a description
-    - `metric`: the metric that the paper from which the task comes reports
+    - `sizes`: maps each split to its number of samples, or to a text about its size
+    - `metric`: the metric that the task's paper reports
     - `data`: the names of the task's data sets
     - `places`: for each data set, the directory of this machine that has at least a part of it, or None; only loading
       shows whether a data set is complete
@@ -68,8 +68,8 @@ def fetch(task: str) -> tuple[FetchedData, ...]:
     """Download the data of a task, given by its name or YAML file, and check that they load without the hub.
 
     The result contains an entry for each data set of the task. The task's code is not run. Data in the user's directory
-    (`data_sets`) are not downloaded. Raises InvalidTask if the task is unknown, if its data cannot be downloaded, or if
-    they cannot be loaded afterwards without the hub.
+    (module `data_sets`) are not downloaded. Raises InvalidTask if the task is unknown, if its data cannot be
+    downloaded, or if they cannot be loaded afterwards without the hub.
     """
     from workers.evaluation.lm_eval_tasks import prepare
 
@@ -136,7 +136,7 @@ def _shipped(file: Path) -> ShippedTask:
 def _download(paths: set[str]) -> None:
     """Download all files of the data sets named in `paths` into the cache of the hub's client.
 
-    The functions of `data_sets` find them there.
+    The functions of the module `data_sets` find the files there.
     """
     from huggingface_hub import constants, snapshot_download
 

@@ -1,8 +1,8 @@
 """Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
-Building lm-eval's index parses 14,000 YAML files, which takes 10 to 70 s. Therefore the index is cached for each
-version of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it
-while the other processes wait.
+Building lm-eval's index parses 14,000 YAML files, and takes 10 to 70 s. Therefore the index is cached for each version
+of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it while the
+other processes wait.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _given: dict[str, Any] = {}
 class IndexNeeded(BaseException):
     """Raised if a task that is being loaded refers to another task by name, and the index of names is not loaded.
 
-    The caller must call `task_index`, and load the task again. The class does not derive from Exception, because
-    lm-eval skips files whose loading raises an Exception.
+    The caller must call the function `task_index`, and load the task again. The class does not derive from Exception,
+    because lm-eval skips files whose loading raises an Exception.
     """
 
 
@@ -61,7 +61,7 @@ def task_index() -> Mapping[str, Any]:
 
     The entries come from lm-eval and from this project's own tasks. The first call in a process loads the index. The
     part for lm-eval is then read from the cache, or built if the cache does not have it. If another process has sent
-    its index (`use_index`), the result is that index.
+    its index (function `use_index`), the result is that index.
     """
     return _given or _loaded_index()
 
@@ -69,7 +69,7 @@ def task_index() -> Mapping[str, Any]:
 def index_if_loaded() -> Mapping[str, Any] | None:
     """The index of all named tasks, if this process has already loaded it; None otherwise.
 
-    The index has lm-eval's object `Entry` for each name, which says where the task is defined.
+    For each name, the index has lm-eval's object `Entry`, which says where the task is defined.
     """
     return task_index() if _given or _loaded_index.cache_info().currsize else None
 
@@ -90,8 +90,8 @@ def index_to_send() -> PlainIndex | None:
     """The index of named tasks in plain types, to send to another process; None if it is not loaded.
 
     The result maps each name to (kind, path of the YAML file or None, tags). lm-eval's own objects are not sent: a
-    process that receives them must import lm-eval, which may start threads. A sandboxed process receives the index
-    before it is confined, and a process with several threads cannot be confined.
+    process that receives them must import lm-eval, and the import may start threads. A sandboxed process receives the
+    index before it is confined, and a process with several threads cannot be confined.
     """
     index = index_if_loaded()
     return None if index is None else {name: _plain(entry) for name, entry in index.items()}

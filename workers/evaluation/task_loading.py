@@ -55,10 +55,10 @@ class OwnCode(Exception):
 
 @dataclass
 class Recording:
-    """Record of the directories and data of tasks, made by `recorded_loading`.
+    """Record of the directories and data of tasks, made by the context manager `recorded_loading`.
 
     `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned them; a key stands for the arguments of the call (`data_key`).
+    `datasets.load_dataset` returned them; a key stands for the arguments of the call (function `data_key`).
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -74,7 +74,7 @@ def guarded_loading(directory: Path | None, access: FileAccess | None) -> Iterat
 
     - files that `access` does not allow, even if a data set itself names them, and addresses of other hosts than the
       hub; if `access` is None, there is no such limit
-    - data sets that name a file format but no files, because `datasets` would search the disk for files
+    - data sets that name a file format but no files, because the package `datasets` would search the disk for files
     - metrics that are not lm-eval's own
 
     Relative paths of data files start at `directory`, or at the current directory if it is None. Loading does not wait
@@ -130,9 +130,9 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager in which lm-eval builds tasks with their own Python functions, in a sandboxed process.
 
-    `data` has the data sets that another process has loaded (`Recording.datasets`), because this process cannot load
-    data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the current
-    directory inside the context; None does not change it.
+    `data` has the data sets that another process has loaded (field `Recording.datasets`), because this process cannot
+    load data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the
+    current directory inside the context; None does not change it.
     """
     import datasets
     import lm_eval.api.task
@@ -162,7 +162,7 @@ def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterato
 
 
 def data_key(path: str | None, name: str | None, options: Mapping[str, Any]) -> str:
-    """A key for a data set: a text that is equal for equal arguments of `datasets.load_dataset`.
+    """A key for a data set: a text that is equal for equal arguments of the function `datasets.load_dataset`.
 
     `path`, `name` and `options` are the arguments: the data set, its configuration, and the keyword arguments.
     """
@@ -258,7 +258,7 @@ def _includes_by_name(load_yaml: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _yaml_guard(access: FileAccess) -> Wrapper:
-    """Make a wrapper of lm-eval's `_make_loader` that refuses YAML files outside a study's file access.
+    """Make a wrapper of lm-eval's function `_make_loader` that refuses YAML files outside a study's file access.
 
     lm-eval calls `_make_loader(directory)` for every YAML file, with the file's directory. The wrapper raises
     InvalidTask if `access` does not allow the directory. The files of shipped tasks are allowed.
@@ -295,11 +295,11 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
 
 
 def _data_guard(access: FileAccess | None) -> Wrapper:
-    """Make a wrapper of `datasets.load_dataset` that refuses data files outside a study's file access.
+    """Make a wrapper of the function `datasets.load_dataset` that refuses data files outside a study's file access.
 
     The wrapper raises InvalidTask if `access` does not allow a directory of the data; if `access` is None, any file is
-    allowed. A call that names a file format such as "json" but no files is always refused, because `datasets` would
-    search every directory below the current directory.
+    allowed. A call that names a file format such as "json" but no files is always refused, because the package
+    `datasets` would search every directory below the current directory.
     """
 
     def wrapper(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
@@ -330,7 +330,7 @@ def _data_guard(access: FileAccess | None) -> Wrapper:
 
 
 def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> Iterator[Path]:
-    """The directories on this machine that a call of `datasets.load_dataset` would read or write.
+    """The directories on this machine that a call of the function `datasets.load_dataset` would read or write.
 
     `path` and `options` are the arguments of the call. `is_format` says whether `path` names a file format such as
     "json". Raises InvalidTask if a directory is given by an address, such as a URL.
@@ -347,8 +347,9 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
 def _pattern_guard(access: FileAccess) -> Wrapper:
     """Make a wrapper of `resolve_pattern` of `datasets` that refuses data files outside a study's file access.
 
-    `datasets` calls `resolve_pattern(pattern, base_path)` for all data files, whether `dataset_kwargs` names them or
-    the README.md of a data set. The wrapper raises InvalidTask for a file that `access` does not allow.
+    The package `datasets` calls `resolve_pattern(pattern, base_path)` for all data files, whether the task's key
+    `dataset_kwargs` names them or the README.md of a data set. The wrapper raises InvalidTask for a file that `access`
+    does not allow.
     """
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:
@@ -390,8 +391,8 @@ def _address_problem(address: str) -> str | None:
 def _format_guard(factory: Callable[..., Any]) -> Callable[..., Any]:
     """Wrapper of `factory` that raises InvalidTask for data sets in file formats outside FORMATS.
 
-    `factory` is the function `dataset_module_factory` of the package `datasets`, which selects the loader of a data
-    set. Files of other formats may refer to further files, which the study may not be allowed to read.
+    `factory` is the function that selects the loader of a data set: `dataset_module_factory` of the package `datasets`.
+    Files of other formats may refer to further files, which the study may not be allowed to read.
     """
 
     @functools.wraps(factory)
@@ -425,7 +426,7 @@ def _metric_guard(get_metric: Callable[..., Any]) -> Callable[..., Any]:
 def _refuse_media(data: Any) -> None:
     """Raise InvalidTask if the loaded `data` have columns with media such as images.
 
-    `datasets` would open the files whose paths are in these columns.
+    The package `datasets` would open the files whose paths are in these columns.
     """
     from datasets import Dataset, DatasetDict
     from datasets.features.features import Json, _visit

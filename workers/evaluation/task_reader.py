@@ -36,19 +36,23 @@ class TaskReader(Protocol):
         ...
 
     def texts(self, spec: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompt and right answer of the samples [start, stop), in the order of scoring."""
+        """Prompt and right answer of the samples [start, stop) of the task `spec`, in the order of scoring."""
         ...
 
     def items(self, spec: TaskSpec) -> Iterator[Item]:
-        """Yield the task's samples as items, which are compared to find overlaps between tasks, in the data's order."""
+        """Yield the task's samples as items, in the data's order; overlaps between tasks are found by their items."""
         ...
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-        """Mean numbers of tokens that a model reads and generates for one sample of the task."""
+        """Mean numbers of tokens that a model reads and generates for one sample of the task `spec`.
+
+        `prompts` has the properties of the model that prompts depend on. `cache` is the directory of the cache, or None
+        for the default directory.
+        """
         ...
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        """Check that the models `sources` can be scored on the task; raise InvalidTask if a model cannot."""
+        """Check that the models `sources` can be scored on the task `spec`; raise InvalidTask if a model cannot."""
         ...
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:

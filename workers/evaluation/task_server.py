@@ -53,8 +53,8 @@ class ConfinedStart:
 
     - `confinement`: the sandbox to which the process confines itself
     - `spec`: the task
-    - `data`: file descriptors of the task's data as Arrow streams, by `task_loading.data_key` and split; the split is
-      None for data without splits
+    - `data`: file descriptors of the task's data as Arrow streams, keyed by the result of the function
+      `task_loading.data_key` and the split; the split is None for data without splits
     - `index`: the named tasks that the task may refer to, or None
     """
 
@@ -144,7 +144,7 @@ class _Server:
         """Build the requests of all documents of this process's task, and send the requests as the reply.
 
         A document is lm-eval's term for a sample. A request is a prompt to complete or to score. `has_template` says
-        whether prompts are rendered by a chat template, which the parent process does. `system_prompt` may be None,
+        whether prompts are rendered by a chat template; the parent process renders them. `system_prompt` may be None,
         `tokenizer` is the tokenizer's name, and `limit` is the number of documents; None means all documents.
         """
         task = self._built
@@ -227,7 +227,7 @@ class _Server:
         - `predictions`: for each reference, the completions
         - `references`: the tests, as Python code that is appended to a completion
         - `k`: the values of k for which pass@k is computed
-        - `timeout`: the processor time of a program, in seconds (default `execution.CPU_S`)
+        - `timeout`: the processor time of a program, in seconds (by default the constant `execution.CPU_S`)
 
         Returns the mean of pass@k over the references, keyed by name, and for each reference the outcomes of its
         programs. An outcome is None for a program that ran to its end, else a reason.
@@ -257,7 +257,7 @@ def _prepare_signals() -> None:
 
 
 def _loaded(splits: Mapping[str | None, int]) -> Any:
-    """Map Arrow streams into memory as the data set that `datasets.load_dataset` would return.
+    """Map Arrow streams into memory as the data set that the function `datasets.load_dataset` would return.
 
     `splits` has the file descriptor of each split's stream; the split is None for data without splits.
     """

@@ -1,8 +1,8 @@
 """Building and checking the task of a TaskSpec: in this process, or in a confined process if the task runs code.
 
 A task is a name registered with lm-eval, an lm-eval YAML file, or an inline JSONL file. Metrics, filters and prompts
-are lm-eval's. Models and tokenizers are not needed: `check_task` runs without an engine, and for inline tasks even
-without lm-eval.
+are lm-eval's. Models and tokenizers are not needed: the function `check_task` runs without an engine, and for inline
+tasks even without lm-eval.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def check_task(spec: TaskSpec) -> TaskInfo:
 
 
 def check_text_task(spec: TaskSpec) -> TaskInfo:
-    """Check a text task, whose samples are prompts and answers (`check_task`)."""
+    """Check a text task, whose samples are prompts and answers, and return facts about it.
+
+    The checks and errors are those of the function `check_task`.
+    """
     if isinstance(spec.task, Mapping) and spec.task.get("program") is None:
         rows = inline_rows(spec)
         return TaskInfo(len(rows), higher_is_better=True, output_type="generate_until", template=inline_template(spec))
@@ -48,10 +51,10 @@ def check_text_task(spec: TaskSpec) -> TaskInfo:
 def build_task(spec: TaskSpec) -> BuiltTask:
     """Build the lm-eval task or tasks that `spec` names, and fix the order of their samples.
 
-    A task whose files name Python functions is built by a sandboxed process (`confined_task`). A task that executes
-    completions has a sandboxed process that executes them (`executed_task`). These processes live as long as the
-    returned object, or until the object is closed. Raises InvalidTask if the task is unknown, cannot be scored, or has
-    no prompts.
+    A task whose files name Python functions is built by a sandboxed process (module `confined_task`). A task that
+    executes completions has a sandboxed process that executes them (module `executed_task`). These processes live as
+    long as the returned object, or until the object is closed. Raises InvalidTask if the task is unknown, cannot be
+    scored, or has no prompts.
     """
     modality = modality_of_task(spec.task)
     if not modality.has_vocabulary:

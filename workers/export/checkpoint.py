@@ -1,8 +1,8 @@
 """Export of a recipe's merged model as a Hugging Face checkpoint.
 
 The exported tensors equal, bit for bit, the tensors of the engine that scored the merge, with two exceptions. The first
-exception is tensors that LoRA adapters change, if the engine was on a GPU (`model_card.ADAPTED`). The second exception
-is merges by methods whose bits depend on the device (`model_card.BY_DEVICE`).
+exception is tensors that LoRA adapters change, if the engine was on a GPU (constant `model_card.ADAPTED`). The second
+exception is merges by methods whose bits depend on the device (constant `model_card.BY_DEVICE`).
 
 The directory gets its name only when it is complete. Until then its files are in a hidden directory next to it,
 together with the checksums of the finished files. An export that was killed continues from these files.
@@ -58,17 +58,17 @@ def export(
 
     `bank` has the weights of the recipe's models. The files are tensors, config.json, tokenizer, README.md, recipe.json
     and, if mergekit can express the recipe, mergekit_config.yml. If the merge has alignments (maps of the residual
-    stream between layers), there are also their tensors and the file of the model class that computes them, which
-    transformers loads with trust_remote_code. If the models are classifiers, the checkpoint has the head of one model,
-    and the folder `heads` has the heads of all models, each for one task.
+    stream between layers), there are also their tensors and the file of the model class that computes them;
+    transformers loads this class with trust_remote_code. If the models are classifiers, the checkpoint has the head of
+    one model, and the folder `heads` has the heads of all models, each for one task.
 
-    The tensors are bit for bit the result of `merged_tensors` for `dtype`, in files of at most `max_shard_bytes`. The
-    tokenizer has the vocabulary to which `bank` has converted the models. `scores` maps an objective to its value on
-    held-out samples, and `study` is the name of the study; both are shown in the model card, README.md. `chat_template`
-    replaces the tokenizer's chat template. If `has_directories` is False, mergekit_config.yml has no directories of
-    this machine, but the models' aliases. `progress` is called for every tensor. An existing export of the same recipe,
-    dtype and template is left unchanged. If an earlier export was killed or interrupted, its complete files of tensors
-    are checked and kept.
+    The tensors are bit for bit the result of the function `merged_tensors` for `dtype`, in files of at most
+    `max_shard_bytes`. The tokenizer has the vocabulary to which `bank` has converted the models. `scores` maps an
+    objective to its value on held-out samples, and `study` is the name of the study; both are shown in the model card,
+    README.md. `chat_template` replaces the tokenizer's chat template. If `has_directories` is False,
+    mergekit_config.yml has no directories of this machine, but the models' aliases. `progress` is called for every
+    tensor. An existing export of the same recipe, dtype and template is left unchanged. If an earlier export was killed
+    or interrupted, its complete files of tensors are checked and kept.
 
     Raises:
         FileExistsError: `out_dir` has other content, or another process writes to it.
@@ -141,9 +141,9 @@ def export(
 def is_written(recipe: Recipe, out_dir: str | Path, dtype: torch.dtype, *, chat_template: str | None = None) -> bool:
     """Whether `out_dir` contains the complete export of the given recipe, dtype and chat template.
 
-    `chat_template` is the chat template that was given to `export`, or None. Returns False if `out_dir` is missing or
-    empty. Raises FileExistsError if `out_dir` contains anything else, such as an incomplete export or an export of
-    another recipe, and PermissionError if `out_dir` cannot be created.
+    `chat_template` is the chat template that was given to the function `export`, or None. Returns False if `out_dir` is
+    missing or empty. Raises FileExistsError if `out_dir` contains anything else, such as an incomplete export or an
+    export of another recipe, and PermissionError if `out_dir` cannot be created.
     """
     out = Path(out_dir).resolve()
     wanted_export = f"an export of recipe {recipe.digest[:12]} in {_name(dtype)}"

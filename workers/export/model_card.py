@@ -155,7 +155,7 @@ def recipe_rows(recipe: Recipe) -> list[tuple[str, ...]]:
 def licence(directory: Path) -> str | None:
     """Licences of a source model, as the README.md in its directory states them; None if it states no licence.
 
-    The licences are the value of `license` in the front matter, separated by commas.
+    The licences are the value of the key `license` in the front matter, separated by commas.
     """
     try:
         parts = (directory / "README.md").read_text().split("---", 2)

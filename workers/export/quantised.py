@@ -46,7 +46,7 @@ INDEX = "model.safetensors.index.json"
 class Quantised:
     """Result of a quantisation: its scheme and sizes.
 
-    - `scheme`: a key of `SCHEMES`
+    - `scheme`: a key of the constant `SCHEMES`
     - `num_layers`: the number of linear layers that were quantised
     - `group`: the number of weights that share a scale; 0 means all weights of a row
     - `bytes_before`, `bytes_after`: the size of all tensors before and after the quantisation
@@ -65,11 +65,12 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
     """Write the quantised model of a checkpoint to the new directory `out_dir`.
 
     `checkpoint` is a directory with an exported model. Its files other than weights are copied. `scheme` is a key of
-    `SCHEMES`. `config.json` gets the section `quantization_config`, by which vLLM and transformers read the files.
+    the constant `SCHEMES`. `config.json` gets the section `quantization_config`, by which vLLM and transformers read
+    the files.
 
     Raises:
-        InvalidModel: The model cannot be quantised (`check_quantisable`), or the files lack the weights of a linear
-            layer, or have them under another name or with another shape than transformers.
+        InvalidModel: The model cannot be quantised (function `check_quantisable`), or the files lack the weights of a
+            linear layer, or have them under another name or with another shape than transformers.
         FileExistsError: `out_dir` is not empty.
     """
     source, out = Path(checkpoint), Path(out_dir).resolve()
@@ -103,8 +104,9 @@ def quantise(checkpoint: str | Path, out_dir: str | Path, *, scheme: str) -> Qua
 def check_quantisable(checkpoint: str | Path, *, scheme: str) -> None:
     """Check, by its configuration, that a checkpoint can be quantised; its weights are not read.
 
-    `scheme` is a key of `SCHEMES`. Raises InvalidModel if the model has no linear layers, if no size of groups divides
-    the lengths of all rows, or if the model is a mixture of experts, whose experts are not linear layers.
+    `scheme` is a key of the constant `SCHEMES`. Raises InvalidModel if the model has no linear layers, if no size of
+    groups divides the lengths of all rows, or if the model is a mixture of experts, whose experts are not linear
+    layers.
     """
     _chosen(Path(checkpoint), scheme)
 
@@ -112,7 +114,8 @@ def check_quantisable(checkpoint: str | Path, *, scheme: str) -> None:
 def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], QuantizationScheme, int]:
     """Look up the data for quantising a model: shapes of its linear layers, scheme of compressed-tensors, group size.
 
-    Shapes are keyed by the layer's name. `name` is a key of `SCHEMES`. A group is the weights that share a scale.
+    Shapes are keyed by the layer's name. `name` is a key of the constant `SCHEMES`. A group is the weights that share a
+    scale.
     """
     linear = linear_layers(checkpoint)
     return linear, *_scheme(name, linear.values(), checkpoint)
@@ -120,7 +123,12 @@ def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], Qu
 
 @dataclass
 class _Sizes:
-    """Sums over the quantised tensors: bytes before and after, squares of the errors, and squares of the weights."""
+    """Sums over the tensors of a checkpoint that is quantised.
+
+    `before` and `after` are the bytes of all tensors before and after. `num_layers` is the number of quantised layers.
+    `squared_error` and `squares` are the sums of the squares of the errors and of the weights, over the quantised
+    weights.
+    """
 
     before: int = 0
     after: int = 0
@@ -134,7 +142,7 @@ class _Sizes:
 
 
 def _scheme(name: str, shapes: Any, checkpoint: Path) -> tuple[QuantizationScheme, int]:
-    """The scheme of compressed-tensors for the key `name` of `SCHEMES`, and the number of weights that share a scale.
+    """Scheme of compressed-tensors for `name`, a key of the constant `SCHEMES`; number of weights that share a scale.
 
     The number is 0 if all weights of a row share a scale. `shapes` are the shapes (outputs, inputs) of the weights.
     `checkpoint` names the model in messages.

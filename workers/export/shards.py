@@ -129,8 +129,8 @@ def _complete_shards(shards: Sequence[Shard], directory: Path, state: Path) -> d
     """Find the files that an earlier, killed export completed, and return their checksums, keyed by file name.
 
     `shards` are the files of the export, with the names and shapes of their tensors. The file `state` lists checksums.
-    A file in `directory` counts as complete if it still has the listed checksum. The result is empty if `state` is
-    missing or damaged.
+    A file in `directory` is complete if it still has the listed checksum. The result is empty if `state` is missing or
+    damaged.
     """
     try:
         checksums = dict(json.loads(state.read_text()))

@@ -39,9 +39,9 @@ class Condition:
     text: str
 
     def at(self, t: float) -> Scalar | None:
-        """Value of the parameter at a layer; None if `values` is empty.
+        """Value of the parameter at a layer; None if the field `values` is empty.
 
-        `t` is the position of the layer in its slice: 0 for the first layer, 1 for the last. `values` are at equal
+        `t` is the position of the layer in its slice: 0 for the first layer, 1 for the last. The values are at equal
         distances from 0 to 1. Between two numbers the result is interpolated linearly. True and false are not
         interpolated: the result is the value at `t` or, if no value is at `t`, the last value before `t`.
         """
@@ -135,8 +135,8 @@ class MergekitConfig:
     def base(self) -> str:
         """The model with the configuration and tokenizer of the merge, which is also the base of task vectors.
 
-        The result is the file's `base_model`, else the base of the first slice, else the first model of the first
-        slice. If no model could be read, the result is "".
+        The result is the field `base_model`; if this is None, the base of the first slice; if the slice has none, its
+        first model. If no model could be read, the result is "".
         """
         bases = (slice_.base for slice_ in self.slices[:1])
         inputs = (source.model for slice_ in self.slices[:1] for source in slice_.inputs)

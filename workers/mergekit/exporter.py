@@ -152,7 +152,7 @@ def family_config(
 
 
 def configuration_text(document: Mapping[str, Any], sources: ResolvedFamily, *, has_directories: bool = True) -> str:
-    """YAML text of a mergekit configuration from `family_config`.
+    """YAML text of a mergekit configuration, the result `document` of the function `family_config`.
 
     If `has_directories` is False, a comment lists the models that the configuration names by their aliases, because
     they have no hub id: a reader replaces the aliases by directories.
@@ -193,7 +193,7 @@ def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple
 
 
 def _named_models(document: Any) -> set[str]:
-    """Names of all models in a mergekit configuration or a part of it; BASE+ADAPTER counts as two names."""
+    """Names of all models in `document`, a mergekit configuration or a part of it; BASE+ADAPTER gives two names."""
     if isinstance(document, Mapping):
         texts = [document.get(key) for key in ("model", "base_model", "tokenizer_source")]
         own = {part for text in texts if isinstance(text, str) for part in text.split("+")}
@@ -228,7 +228,7 @@ def _general_reasons(recipe: Recipe) -> list[str]:
 
 
 def _slices(recipe: Recipe, slice_of: Callable[[int], _Slice]) -> list[_Slice]:
-    """Make the slice of each merged layer with `slice_of`. Raises Inexpressible with the reasons of all layers."""
+    """Make the slice of each layer of `recipe` with `slice_of`. Raises Inexpressible with the reasons of all layers."""
     slices: list[_Slice] = []
     reasons: dict[str, None] = {}
     for index in range(len(recipe.layers)):

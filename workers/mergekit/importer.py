@@ -74,8 +74,8 @@ class _Builder:
     - `aliases`: maps the models that the configuration names to their aliases in the recipe
     - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, keyed by alias
     - `seed`: the seed for methods with random masks
-    - `problems`: the problems found so far, by their place in the file, so that a problem that occurs in every layer is
-      reported once
+    - `problems`: the problems found so far, keyed by their place in the file, so that a problem that occurs in every
+      layer is reported once
     - `warnings`: lines about settings without effect
     """
 
@@ -103,7 +103,7 @@ class _Builder:
         """Build the recipe's layers, embedding and head, and the merges of single tensors, keyed by name.
 
         Single tensors are the tensors whose merge differs from the merge of their component. Problems in the file are
-        added to `problems`; a file with problems gives no usable result.
+        added to the attribute `problems`; a file with problems gives no usable result.
         """
         slices = [self._with_all_inputs(slice_) for slice_ in self._configuration.slices]
         if self.problems:
@@ -125,10 +125,10 @@ class _Builder:
     def _with_all_inputs(self, slice_: Slice) -> Slice:
         """Copy a slice of a mergekit file, and add the base model to its inputs where mergekit does so.
 
-        The base is the slice's base model or, if the slice names none, the file's base model. If the file lists
-        `models`, a base that is not among them is added. If the file lists `slices`, nothing is added: each slice must
-        then list the base itself if the method uses one. Problems with the slice's models and layer ranges are added to
-        `problems`.
+        The base is the slice's base model or, if the slice names none, the file's base model. If the file has the key
+        `models`, a base that is not in its list is added. If the file has the key `slices`, nothing is added: each
+        slice must then list the base itself if the method uses one. Problems with the slice's models and layer ranges
+        are added to the attribute `problems`.
         """
         where = f"{slice_.place}.base_model" if slice_.base else "base_model"
         base = slice_.base or self._configuration.base_model

@@ -176,10 +176,10 @@ class _Reader:
         return self._slices(found, place), self._settings(found.get("parameters"), f"{place}.parameters")
 
     def _slices(self, node: Mapping[str, Any], place: str) -> tuple[Slice, ...]:
-        """Read the slices of `node`, which must have either `models` or `slices`.
+        """Read the slices of `node`, which must have either the key `models` or the key `slices`.
 
-        `models` gives one slice with all layers. If both keys or neither are present, the problem is reported, and the
-        result is empty. `place` is the key of `node` in the file, "" for the whole file.
+        The key `models` gives one slice with all layers. If both keys or neither are present, the problem is reported,
+        and the result is empty. `place` is the key of `node` in the file, "" for the whole file.
         """
         given = [name for name in ("models", "slices") if name in node]
         if len(given) > 1:

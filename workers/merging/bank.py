@@ -1,7 +1,7 @@
 """The bank: the source weights of one family of models, held once per engine in their stored dtype.
 
-The bank maps names to tensors, and caches statistics that depend only on the sources (`statistics`). It computes no
-merges.
+The bank maps names to tensors, and caches statistics that depend only on the sources (module `statistics`). It computes
+no merges.
 """
 
 from __future__ import annotations
@@ -80,16 +80,16 @@ class Bank:
     no GPU memory to other processes.
 
     Statistics of the sources, such as tables of magnitudes, are cached once computed. Statistics of several sources
-    together are cached only within a share of memory (`recent`). With `keeps_statistics=False` nothing is cached. This
-    saves memory for a single merge, which needs each statistic once. `max_recent_bytes` limits the memory of the
-    statistics of several sources further; None is no further limit.
+    together are cached only within a share of memory (module `recent`). With `keeps_statistics=False` nothing is
+    cached. This saves memory for a single merge, which needs each statistic once. `max_recent_bytes` limits the memory
+    of the statistics of several sources further; None is no further limit.
 
     With `is_shared`, the processes of this node that open the same sources share statistics. With the placement "host"
-    they also share the memory of the sources, which one of the processes fills (`node`). If the node's shared memory
-    has too little room, nothing is shared, and `private_because` is the reason, as text.
+    they also share the memory of the sources, which one of the processes fills (module `node`). If the node's shared
+    memory has too little room, nothing is shared, and the attribute `private_because` is the reason, as text.
 
     `room_bytes` is the available memory of `device` for merging one tensor, or None for no limit. A tensor that needs
-    more memory is merged on the CPU (`workers.merging.devices`).
+    more memory is merged on the CPU (module `workers.merging.devices`).
 
     `sources` are models that are already opened, or a description of models. Described models are opened here and must
     have the fingerprints that the description states. Weights are searched for NaN and infinity once for each content;
@@ -185,7 +185,7 @@ class Bank:
     def view(self, alias: str) -> Checkpoint:
         """The model `alias`, with the rows of its embedding and output head converted to the vocabulary of merges.
 
-        In this form, the rows of embedding and head stand for the same tokens in all models, which merges require.
+        Merges require this form, in which a row of embedding or head stands for the same token in all models.
         """
         return self._checkpoints[alias]
 
@@ -218,9 +218,9 @@ class Bank:
         """Return the tensor `name` of the model `alias`, on the bank's device.
 
         The result is always the whole tensor. `shard` says which elements the caller will read, so that only these
-        elements are counted in `elements_read`; None counts all elements. The result may share memory with the bank and
-        must not be written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the bank has no
-        tensor of this name.
+        elements are counted (property `elements_read`); None counts all elements. The result may share memory with the
+        bank and must not be written to. A tensor of an adapter is computed at every call. Raises InvalidModel if the
+        bank has no tensor of this name.
         """
         found = self._at_hand.get((alias, name))
         if found is None:
@@ -286,7 +286,7 @@ class Bank:
 
         The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at
         least the threshold are taken from `second`, all others from `first`. Tensors are given as (alias of the model,
-        name). Returns None for empty tensors. The result is cached while it is recently used.
+        name). Returns None for empty tensors. The most recently used results are cached.
         """
 
         def made() -> Importance:
@@ -353,8 +353,8 @@ class Bank:
         """The number of elements of all merged tensors of a model together.
 
         `stacks_experts` says whether the merge joins the matrices of all experts of a mixture-of-experts layer in one
-        tensor. This does not change the number. The parameter exists because the number is computed and cached together
-        with the list of merged tensors, which depends on `stacks_experts`.
+        tensor. The number does not depend on `stacks_experts`. The parameter exists because the number is computed and
+        cached together with the list of merged tensors, which depends on `stacks_experts`.
         """
         return self._merged_names(stacks_experts)[1]
 
@@ -378,7 +378,7 @@ class Bank:
         - `ranks`: for each source, the numbers of elements that the whole model keeps
         - `masks`: for each source, the (density, seed) of a random mask of the task vector, or None for no mask
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
-        - `compiles`: whether compiled kernels may be used, which give the same result
+        - `compiles`: whether compiled kernels may be used; the result is the same with and without them
 
         A threshold is found once, in a few passes over the model and its base, and then cached.
         """
@@ -409,9 +409,10 @@ class Bank:
         - `masks`: for each source, the (density, seed) of a random mask that its task vector gets first, or None for no
           mask
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
-        - `compiles`: whether compiled kernels may be used, which give the same result
+        - `compiles`: whether compiled kernels may be used; the result is the same with and without them
 
-        The result is computed tensor by tensor on `device`, once for each combination of arguments, and then cached.
+        The result is computed tensor by tensor on the bank's device, once for each combination of arguments, and then
+        cached.
         """
         aliases = tuple(alias for alias, _ in sources)
         key = aliases, base[0], tuple(shares), tuple(masks), stacks_experts
@@ -501,7 +502,7 @@ class Bank:
         return order
 
     def on(self, device: torch.device | str) -> Bank:
-        """Bank with the same source weights in the same memory, which computes merges on `device`.
+        """Bank that has the same source weights in the same memory, and computes merges on `device`.
 
         If `device` is this bank's own device, the result is this bank. For any other device, a second bank is created
         at the first call and returned again at later calls.
@@ -542,7 +543,7 @@ class Bank:
         """The rank of each magnitude |source - base| within its row of the tensor, as a tensor for each of `sources`.
 
         The smallest magnitude has rank 0. Tensors are given as (alias of the model, name). Ranks are computed at every
-        call unless `keep_ranks` was called before.
+        call unless the method `keep_ranks` was called before.
         """
         known = []
         for source in sources:

@@ -37,9 +37,9 @@ def bank_for(
     """Choose the bank (the source weights in memory) that computes one merged tensor.
 
     The result is `bank` itself, which computes on its device, or its copy that computes on the CPU. The CPU is used if
-    computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (`peak_bytes`) than the bank's
-    device has for merging (`Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is the number of
-    elements that are computed, if a kernel computes only a part of the tensor; None means all elements.
+    computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (function `peak_bytes`) than the
+    bank's device has for merging (attribute `Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is
+    the number of elements that are computed, if a kernel computes only a part of the tensor; None means all elements.
     """
     if bank.room_bytes is None or bank.device.type == "cpu":
         return bank

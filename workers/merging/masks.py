@@ -58,7 +58,7 @@ def key_words(key: int) -> tuple[int, int]:
 
 
 def threshold(probability: float) -> int:
-    """Hash limit of a random mask: elements with smaller hashes are kept, which happens with `probability`.
+    """Hash limit of a random mask: an element is kept, with the probability `probability`, if its hash is smaller.
 
     Hashes are in [0, 2^32), so the number is floor(probability * 2^32). The number is exact for a probability with at
     most six decimals.

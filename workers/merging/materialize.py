@@ -46,8 +46,8 @@ READ_BY_RULE = frozenset({"ramplus_tl"})
 class Scratch:
     """Memory that is reused for one merged tensor after another, to save allocations.
 
-    Pass the method `tensor` to `merged_tensors` as `into`. Then each tensor must be copied before the next tensor is
-    computed. The memory is on the device of `bank`, the source weights.
+    Pass the method `tensor` as the argument `into` to the function `merged_tensors`. Then each tensor must be copied
+    before the next tensor is computed. The memory is on the device of `bank`, the source weights.
     """
 
     def __init__(self, bank: Bank, dtype: torch.dtype) -> None:
@@ -82,15 +82,16 @@ def merged_tensors(
 
     Each tensor is computed in float32 and rounded once, to `dtype`. Recipes with equal digests give equal bits. A
     tensor may share memory with the bank and must not be written to. Each tensor is on the bank's device, or on the CPU
-    if that device has too little memory for it (`devices`).
+    if that device has too little memory for it (module `devices`).
 
     `into` may be a function that returns the memory for a tensor of a given name and shape. The memory must be
     contiguous, of `dtype`, and on the bank's device. Reusing memory saves time, because allocating memory takes longer
-    than filling it. If the memory for all tensors exists already, `merge_into` is faster.
+    than filling it. If the memory for all tensors exists already, the function `merge_into` is faster.
 
     With `compiles=False` all methods are computed by plain torch functions. These give the same bits and are slower,
-    but do not load Numba, which saves time for small merges (`is_small`). Raises InvalidRecipe, InvalidModel or
-    EvidenceMismatch, before the first tensor, if the recipe cannot be merged from these sources (`plan_tensors`).
+    but do not load Numba, so that small merges take less time (function `is_small`). Raises InvalidRecipe, InvalidModel
+    or EvidenceMismatch, before the first tensor, if the recipe cannot be merged from these sources (function
+    `plan_tensors`).
     """
     plan = plan_tensors(recipe, bank)
 
@@ -109,9 +110,10 @@ def is_small(recipe: Recipe | TensorPlan, bank: Bank) -> bool:
     """Whether a merge is so small that a process should compute it with plain torch instead of compiled kernels.
 
     A process that computes only this merge needs more time to load the kernels than they save. A merge is small if it
-    is computed on the CPU, and all operands together have few elements: at most `SMALL`, or `SMALL_SUM` if the method
-    is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its
-    models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models.
+    is computed on the CPU, and all operands together have few elements: at most the constant SMALL, or the constant
+    SMALL_SUM if the method is a weighted sum. `recipe` is the recipe of the merge, or a plan made from it; `bank` has
+    the weights of its models. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged
+    from these models.
     """
     share = 0.0
     for tensor in plan_tensors(recipe, bank).tensors:
@@ -128,10 +130,11 @@ def merge_into(
 ) -> dict[str, str]:
     """Compute the merged tensors named in `destinations`, and write them to the memory given there.
 
-    `recipe` is the recipe of the merge, or a plan (checked recipe with the list of tensors). This is the fastest way to
-    merge, because several tensors are computed at a time. The memory is contiguous, of one dtype, and on the device of
-    `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (`devices`). Raises
-    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources in `bank`.
+    `recipe` is the recipe of the merge, or a plan (checked recipe with the list of tensors). This function is the
+    fastest way to merge, because several tensors are computed at a time. The memory is contiguous, of one dtype, and on
+    the device of `bank`. A tensor for which this device has too little memory is computed on the CPU and copied (module
+    `devices`). Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from the sources
+    in `bank`.
 
     `shards` has, for some tensors, the part of the elements to write, for example the part that one rank of an engine
     holds. Then only these elements are computed, with the bits that they have in the whole tensor. If this is not
@@ -254,9 +257,9 @@ class _Computation:
 
     `sources` and `base` are names of source tensors as (model's alias, tensor's name); `base` is None if the method
     needs no base. `keys` are the keys of random masks, one per source; None if the method draws no masks. The fields
-    from `cosine` to `variances` are statistics of the sources, as in `Operands`; a statistic that the method does not
-    use is None. If `keeps_equal` is True, elements of equal magnitude have the same rank, as in recipes of format 1.
-    `compiles` says whether a compiled kernel may compute the tensor.
+    from `cosine` to `variances` are statistics of the sources, as in the class `Operands`; a statistic that the method
+    does not use is None. If `keeps_equal` is True, elements of equal magnitude have the same rank, as in recipes of
+    format 1. `compiles` says whether a compiled kernel may compute the tensor.
     """
 
     tensor: MergedTensor
@@ -355,11 +358,14 @@ class _Computation:
         return self._operands(bank, lambda key: bank.get(*key))
 
     def operands_on_cpu(self, bank: Bank) -> Operands:
-        """The result of `operands`, with the tensors on the CPU."""
+        """The result of the method `operands`, with the tensors on the CPU."""
         return self._operands(bank, bank.on_cpu)
 
     def statistics(self, bank: Bank) -> Operands:
-        """The result of `operands`, with tensors that have a shape and no contents; nothing is read from `bank`."""
+        """The result of the method `operands`, with tensors that have a shape but no contents.
+
+        Nothing is read from the weights in `bank`.
+        """
         return self._operands(bank, lambda _: torch.empty(self.tensor.shape, device="meta"))
 
     def _operands(self, bank: Bank, read: Callable[[Key], torch.Tensor]) -> Operands:
@@ -433,8 +439,8 @@ class _ShardComputation:
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Tensors for computing the shard: (tensors of the sources, tensor of the base or None).
 
-        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard
-        (`Bank.parts`). `bank` has the weights of the source models.
+        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard (method
+        `Bank.parts`). `bank` has the weights of the source models.
         """
         if kernels.backend(bank.device) == "cpu":
             return sources_of(self.tensor, self.plan, bank, self.shard)
@@ -474,8 +480,8 @@ def _of_whole_models(
     Such a merge keeps a share of the task vector of the whole model, not of each tensor. `tensor` is a merged tensor of
     `recipe`; `sources` and `base` are its operands, as (alias of the model, name of the tensor) in `bank`, which has
     the weights. The first result finds the magnitude thresholds of each source. The second is a number whose sign is
-    the majority sign (`Bank.majority`), or None if the method uses no majority sign. `compiles` says whether compiled
-    kernels may be used.
+    the majority sign (method `Bank.majority`), or None if the method uses no majority sign. `compiles` says whether
+    compiled kernels may be used.
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

@@ -36,8 +36,8 @@ class MergedTensor:
     - `merge`: the merge that computes the tensor
     - `layer`, `suffix`: the index of the merged layer, and the tensor's name within the layer; outside layers, `layer`
       is None and `suffix` is the whole name
-    - `factor`: a number that multiplies the result, because scales of layers are folded into weights
-      (`residual_scales`)
+    - `factor`: a number that multiplies the result, because scales of layers are folded into weights (module
+      `residual_scales`)
     - `pieces`: the tensors of the merged model that the result is split into, if it is a stack
 
     A stack is the matrices of all experts of a layer's mixture of experts, joined in one tensor. The merged model does

@@ -52,7 +52,7 @@ class SharedDirectory:
 
     `name` identifies the content; processes that give the same name share one directory. The last process that closes
     the directory removes it. If the last process was killed, the directory is removed when a process opens another
-    directory. `root` is the node's shared memory, or None for SHARED_MEMORY.
+    directory. `root` is the directory of the node's shared memory; None means the constant SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:
@@ -137,7 +137,7 @@ def free_shared_bytes() -> int:
 def shared_bytes(name: str) -> int:
     """Bytes of the source weights in the shared directory `name` of this user; 0 if there is no such directory.
 
-    The processes of a node share the weights in such a directory in shared memory (`SharedDirectory`).
+    The processes of a node share the weights in such a directory in shared memory (class `SharedDirectory`).
     """
     try:
         return (SHARED_MEMORY / f"{OWN}{os.getuid()}" / name / SOURCES).stat().st_blocks * 512

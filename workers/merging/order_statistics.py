@@ -1,15 +1,15 @@
 """Order statistics of a task vector's magnitudes, found with a small table that leaves only a few candidates.
 
 Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
-element's index (`workers.merging.masks`, with the key 0) times an odd factor that differs between sources, modulo 2^32.
-Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements, and no
-position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at a
-threshold.
+element's index (module `workers.merging.masks`, with the key 0) times an odd factor that differs between sources,
+modulo 2^32. Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements,
+and no position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at
+a threshold.
 
 A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
 among the few elements that the table leaves undecided. A single merge needs only one or two ranks, and finds their
-elements by selection without a table (`Selection`), which takes less time than sorting. `workers.merging.statistics`
-computes both.
+elements by selection without a table (class `Selection`). Selection takes less time than sorting. The module
+`workers.merging.statistics` computes both.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Threshold:
 
     @property
     def key(self) -> int:
-        """The threshold as one integer, for comparison with the integers of elements (`magnitude_keys`).
+        """The threshold as one integer, for comparison with the integers of elements (function `magnitude_keys`).
 
         An element reaches the threshold if its integer is at least the threshold's integer.
         """
@@ -117,16 +117,16 @@ class TieOrder:
     def lowest(self, threshold: Threshold) -> Threshold:
         """The lowest threshold that keeps the same elements as `threshold`.
 
-        With `keeps_equal`, elements of equal magnitude are all kept or all dropped. Then the result has the magnitude
-        of `threshold` and the lowest tie-breaking mark, 0. Otherwise the result is `threshold` itself.
+        If the field `keeps_equal` is True, elements of equal magnitude are all kept or all dropped. Then the result has
+        the magnitude of `threshold` and the lowest tie-breaking mark, 0. Otherwise the result is `threshold` itself.
         """
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
         """The lowest threshold that drops the element at `threshold`.
 
-        Usually the result has the same magnitude and the next larger tie-breaking mark. With `keeps_equal`, elements of
-        equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
+        Usually the result has the same magnitude and the next larger tie-breaking mark. If the field `keeps_equal` is
+        True, elements of equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -139,9 +139,9 @@ class Trim:
 
     Elements are ordered by the pair (magnitude, mark); the mark is a number that breaks ties. To keep n elements, the
     threshold is the pair of the n-th largest element. If `low` equals `high`, this pair is the threshold. Otherwise
-    fewer than `SPACING` elements lie strictly between the bounds, and the threshold is the pair of the one element that
-    is larger than exactly `num_smaller` of the others. `is_tied` says whether the range of magnitudes from `low` to
-    `high` may contain more than `MOST_LEFT` elements.
+    fewer than SPACING elements (a constant) lie strictly between the bounds. Of these elements in ascending order,
+    counted from 0, the element number `num_smaller` is the n-th largest; its pair is the threshold. `is_tied` says
+    whether the range of magnitudes from `low` to `high` may contain more than MOST_LEFT elements (a constant).
     """
 
     low: Threshold
@@ -155,8 +155,8 @@ class Trim:
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
         least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
-        mark: their magnitudes are from the magnitude of `low` to the magnitude of `high`. If no element reaches the
-        threshold, the second number is NaN, with which every comparison is false.
+        mark: their magnitudes are from the magnitude of the field `low` to the magnitude of the field `high`. If no
+        element reaches the threshold, the second number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
             return float("inf"), float("nan")

@@ -34,9 +34,9 @@ __all__ = [
 class TensorPlan:
     """A recipe that was checked against the source models, with the ordered list of all tensors to compute.
 
-    Functions that accept a recipe also accept its plan, which saves them the check. For example, writing a merge into
-    an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory) for which it
-    was made. `aliases` maps the recipe's aliases to the bank's aliases.
+    Functions that accept a recipe also accept its plan, and then need not check the recipe again. For example, writing
+    a merge into an engine takes several calls with one plan. A plan is valid for the bank (source weights in memory)
+    for which it was made. `aliases` maps the recipe's aliases to the bank's aliases.
     """
 
     recipe: Recipe
@@ -45,10 +45,11 @@ class TensorPlan:
 
 
 def merged_names(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, tuple[int, ...]]:
-    """The name and shape of every merged tensor, in the order of `materialize.merged_tensors`.
+    """The name and shape of every merged tensor, in the order of the function `materialize.merged_tensors`.
 
     `recipe` is the recipe of the merge, or a plan made from it; `bank` has the weights of its models. Raises
-    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models (`plan_tensors`).
+    InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged from these models (function
+    `plan_tensors`).
     """
     return {name: shape for tensor in plan_tensors(recipe, bank).tensors for name, shape in tensor.shapes().items()}
 
@@ -68,7 +69,7 @@ def computations(recipe: Recipe | TensorPlan, bank: Bank) -> dict[str, Hashable]
 def check_recipe(recipe: Recipe, bank: Bank) -> None:
     """Check that a recipe can be merged from the source models in `bank`.
 
-    Raises the exceptions of `plan_tensors`.
+    Raises InvalidRecipe, InvalidModel or EvidenceMismatch if it cannot be merged (function `plan_tensors`).
     """
     plan_tensors(recipe, bank)
 
@@ -91,8 +92,8 @@ def plan_as_stated(recipe: Recipe, bank: Bank) -> TensorPlan:
 
     A plan lists the tensors of the merge, each with the sources from which it is computed; `bank` has the weights of
     the sources. Gradients need this plan, because they also have derivatives with respect to the coefficients of these
-    sources. The merged model is the same as with `plan_tensors`, except for rounding, because sums may be computed in
-    another order. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged.
+    sources. The merged model is the same as with the function `plan_tensors`, except for rounding, because sums may be
+    computed in another order. Raises InvalidRecipe, InvalidModel or EvidenceMismatch if the recipe cannot be merged.
     """
     recipe.check()
     return _plan(recipe, recipe, bank)

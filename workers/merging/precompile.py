@@ -1,8 +1,8 @@
 """Ahead-of-time compilation of the CPU kernels of the most used methods: `python -m workers.merging.precompile`.
 
-`make install` runs it. Without it, a kernel is compiled at its first use for a rule, a number of sources and a dtype,
-which takes seconds. The code is kept on disk (`kernels.compilation`). The command saves no time if the code cannot be
-kept on disk, or is on disk already.
+`make install` runs this command. Without it, the first use of a kernel for a rule, a number of sources and a dtype
+compiles the kernel, and takes seconds. The code is kept on disk (module `kernels.compilation`). The command saves no
+time if the code cannot be kept on disk, or is on disk already.
 """
 
 from __future__ import annotations

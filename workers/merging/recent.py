@@ -41,7 +41,7 @@ class Recent:
         """The cached value of `key`, or the result of `make`, which is then cached.
 
         `num_bytes` returns the size of a value. Values that were used least recently are dropped until all values
-        together have at most `max_bytes`.
+        together fit into the limit of the cache (argument `max_bytes`).
         """
         with self._lock:
             if key in self._values:
@@ -78,8 +78,8 @@ def recent_bytes(sources: ResolvedFamily) -> int:
 def statistics_bytes(sources: ResolvedFamily) -> int:
     """Upper limit, in bytes of host memory, for cached statistics of the models in `sources`.
 
-    The result is the size of the tables of each expert's magnitudes, which are always cached, plus `recent_bytes` for
-    statistics of several sources. Ranks of magnitudes within rows are not counted.
+    The result is the size of the tables of each expert's magnitudes, which are always cached, plus the result of the
+    function `recent_bytes` for statistics of several sources. Ranks of magnitudes within rows are not counted.
     """
     experts = len(sources.checkpoints) - 1
     return int(TABLE_BYTES * sources.num_parameters * experts) + recent_bytes(sources)

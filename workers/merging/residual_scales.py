@@ -95,8 +95,8 @@ def branch_factors(layers: Sequence[LayerRecipe], *, model_type: str) -> tuple[B
     Raises:
         InvalidRecipe: A layer has an alignment (a map of the residual stream after the layer), or a scale that cannot
             be multiplied into weights; the message names the layer. A scale must be above 0, and must be 1 in models of
-            a type that is not in `SCALABLE`. float64 must be able to represent the product of the scales. An MLP scale
-            must be finite, and must be 1 in models of a type that is not in `MLP_SCALABLE`.
+            a type that is not in the constant SCALABLE. float64 must be able to represent the product of the scales. An
+            MLP scale must be finite, and must be 1 in models of a type that is not in the constant MLP_SCALABLE.
     """
     factors = []
     cumulative = 1.0

@@ -2,8 +2,8 @@
 
 A rank holds some rows of a matrix (heads of attention, a part of the vocabulary) or some columns; in a stack of
 experts, it holds some rows or columns of each expert. Such elements are runs of consecutive elements at equal
-distances. `workers.engines.vllm.loading` finds out which elements a rank holds; this module does not depend on an
-engine.
+distances. The module `workers.engines.vllm.loading` finds out which elements a rank holds; this module does not depend
+on an engine.
 """
 
 from __future__ import annotations

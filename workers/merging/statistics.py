@@ -37,7 +37,7 @@ __all__ = [
 def inner_products(tensors: Sequence[torch.Tensor], base: torch.Tensor | None = None) -> Products:
     """Inner products [N, N] of all pairs of N tensors or, with `base`, of their differences from the base.
 
-    On CPU, a kernel computes them bit for bit as `methods.arithmetic.inner_products` does.
+    On CPU, a kernel computes the same bits as the function `methods.arithmetic.inner_products`.
     """
     if tensors[0].device.type != "cpu" or tensors[0].numel() == 0:
         return plain_inner_products(tensors, base)
@@ -55,7 +55,7 @@ def importance_of(first: torch.Tensor, second: torch.Tensor) -> Importance:
     """The rule by which the method Arcee Fusion selects elements of `second`: row factors and a threshold.
 
     The importance of an element is |second - first|, times the factor of its row. Elements whose importance is at least
-    the threshold are taken from `second`, all others from `first`. The result equals the result of
+    the threshold are taken from `second`, all others from `first`. The result equals the result of the function
     `methods.fusions.importance_of`, but is computed with little memory. The tensors are on CPU and have at least one
     element.
     """
@@ -78,8 +78,8 @@ def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrde
     """Make an object that finds the n-th largest of the magnitudes |source - base| without sorting, for any n.
 
     Magnitudes are in float32. The object searches all magnitudes each time it is asked for the threshold of a number n.
-    For tensors on a GPU, or with 2^32 elements or more, the object is a table that is computed once
-    (`magnitude_table`). `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one
+    For tensors on a GPU, or with 2^32 elements or more, the object is a table that is computed once (function
+    `magnitude_table`). `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one
     element.
     """
     if source.is_cuda or source.numel() >= 2**32:
@@ -95,8 +95,8 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
     The variance of an element is computed over its values in the task vectors, the differences of `sources` from
     `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. Nothing is
     sorted: the object searches all variances each time it is asked for the threshold of a number n. For tensors on a
-    GPU, or with 2^32 elements or more, the object is a table that is computed once (`variance_table`). `order` is the
-    rule that breaks ties between equal variances. The tensors have at least one element.
+    GPU, or with 2^32 elements or more, the object is a table that is computed once (function `variance_table`). `order`
+    is the rule that breaks ties between equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)
@@ -109,8 +109,8 @@ def variance_table(sources: Sequence[torch.Tensor], base: torch.Tensor, order: T
     """Make the table from which the n-th largest of the elements' variances across task vectors is found, for any n.
 
     The n-th largest variance is the threshold by which the merge method SCE selects elements. The variance of an
-    element is computed over its values in the task vectors, the differences of `sources` from `base`
-    (`methods.competition.variance`). `order` is the rule that breaks ties between equal variances. The tensors have at
+    element is computed over its values in the task vectors, the differences of `sources` from `base` (function
+    `methods.competition.variance`). `order` is the rule that breaks ties between equal variances. The tensors have at
     least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:

@@ -1,8 +1,8 @@
 """Statistics of task vectors over all tensors of a model: magnitude thresholds and the majority sign.
 
-Merges with `trim: model` use them. Every tensor of the merged model counts, including the embedding and the output head
+Merges with `trim: model` use them. All tensors of the merged model are included: also the embedding and the output head
 (with the rows of the merged vocabulary), tensors that a recipe merges by another method, and elements that an expert
-did not change. An output head that is tied to the embedding is the same tensor and counts once.
+did not change. An output head that is tied to the embedding is the same tensor, and is included once.
 
 Tensors are read one by one, in the order of their names. This module does not depend on how a source is stored.
 """
@@ -163,8 +163,8 @@ class _Words:
     """The elements of one tensor as 64-bit sort keys, which are in the order of the elements' magnitudes.
 
     The n-th largest element of a whole model is found by counting the keys that begin with certain bits. Each pass over
-    the keys reads the tensor again. The class implements `order_statistics.Words`. `read` returns the tensor called
-    `name`, which is read again at each use. `compiles` says whether compiled kernels may be used.
+    the keys reads the tensor again. The class implements the interface `order_statistics.Words`. `read` returns the
+    tensor called `name`, which is read again at each use. `compiles` says whether compiled kernels may be used.
     """
 
     def __init__(self, name: str, read: Callable[[str], ModelTensor], *, compiles: bool) -> None:
@@ -193,8 +193,8 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and the keys are
-    in the order of their magnitudes.
+    implements the interface `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and
+    the keys are in the order of their magnitudes.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

@@ -39,8 +39,8 @@ class Checkpoint:
     """A checkpoint on disk whose configuration and safetensors headers were read.
 
     If the checkpoint is an adapter, `base` is the model that it changes, and `tensors` are the base's tensors after the
-    change. `files` are the checkpoint's own safetensors files, in order of name. Tensors that `read` returns must not
-    be written to; stored tensors are mapped into memory and keep their dtype.
+    change. `files` are the checkpoint's own safetensors files, in order of name. Tensors that the method `read` returns
+    must not be written to; stored tensors are mapped into memory and keep their dtype.
     """
 
     directory: Path
@@ -73,7 +73,7 @@ class Checkpoint:
     def tensor(self, name: str) -> SourceTensor | None:
         """Tensor of the checkpoint, or stacked MoE tensor, with the given name; None if there is no such tensor.
 
-        A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (`Layout.stacks`).
+        A stacked MoE tensor joins one matrix of each expert of a layer's mixture of experts (property `Layout.stacks`).
         """
         stack = None if name in self.tensors else self.layout.stacks.get(name)
         if stack is None:
@@ -149,7 +149,7 @@ def open_checkpoint(directory: str | Path) -> Checkpoint:
 
 
 def read_checkpoint(directory: Path) -> Checkpoint:
-    """Open the whole model in a directory that `remote.locations.locate` returned.
+    """Open the whole model in a directory that the function `remote.locations.locate` returned.
 
     Raises InvalidModel with all problems.
     """
@@ -196,9 +196,9 @@ def aligned(
     vocabulary of the model with this alias. `options` are further options, such as the rows of single tokens. Raises
     InvalidModel if the vocabularies cannot be aligned.
 
-    Returns the aligned checkpoints, and the tensors that the alignment changes. `vocabulary.align` describes how rows
-    are aligned. The configuration of the aligned base has the size of the common vocabulary. If `tokenizer` is the
-    alias of an expert, this configuration also has the expert's special tokens.
+    Returns the aligned checkpoints, and the tensors that the alignment changes. The docstring of the function
+    `vocabulary.align` describes how rows are aligned. The configuration of the aligned base has the size of the common
+    vocabulary. If `tokenizer` is the alias of an expert, this configuration also has the expert's special tokens.
     """
     if not next(iter(checkpoints.values())).modality.has_vocabulary:
         return dict(checkpoints), TokenAlignment(0, {})
@@ -225,7 +225,7 @@ def aligned(
 
 
 def stored_bytes(checkpoints: Iterable[Checkpoint]) -> int:
-    """Total bytes of the stored tensors of `checkpoints`; a tensor that several checkpoints share counts once."""
+    """Total bytes of the stored tensors of `checkpoints`; a tensor that several checkpoints share is included once."""
     return sum(info.num_bytes for info in frozenset().union(*(checkpoint.stored for checkpoint in checkpoints)))
 
 

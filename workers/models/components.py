@@ -88,7 +88,7 @@ class Layout:
 
     @cached_property
     def stacks(self) -> Mapping[str, tuple[tuple[str, ...], ...]]:
-        """Names of the stored tensors that form each stacked MoE tensor, by the stacked tensor's name in transformers.
+        """Names of the stored tensors of each stacked MoE tensor, keyed by the stacked tensor's name in transformers.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
         tensor. The value contains, for each expert of the mixture, a tuple of the names of its stored tensors. Stacks
@@ -110,7 +110,7 @@ class Layout:
 
     @cached_property
     def stacked(self) -> Layout:
-        """Layout of the same model with each stacked MoE tensor (`stacks`) stored as one tensor."""
+        """Layout of the same model with each stacked MoE tensor (property `stacks`) stored as one tensor."""
         parts = {part for stack in self.stacks.values() for joined in stack for part in joined}
         places = {name: place for name, place in self.places.items() if name not in parts}
         for name, ((first, *_), *_) in self.stacks.items():
@@ -140,7 +140,7 @@ def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     Norms count as norms in every module, biases belong to their module, and modules that mix token positions count as
     attention. Routers and the experts of a mixture are parts of the MLP; each of them is a separate tensor. Position
     embeddings belong to the embedding; the final norm and the output head form the head. `config` has common key names
-    (`config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
+    (function `config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
     """
     names = [name for name in names if not IGNORED.search(name)]
     places: dict[str, TensorPlace] = {}

@@ -38,7 +38,7 @@ Read = Callable[[TensorInfo], "torch.Tensor"]
 
 
 class SourceTensor(Protocol):
-    """Interface of a model's tensor, stored in a file (`headers.TensorInfo`) or computed from stored tensors."""
+    """Interface of a model's tensor, stored in a file (class `headers.TensorInfo`) or computed from stored tensors."""
 
     @property
     def dtype(self) -> str:

@@ -1,7 +1,7 @@
 """Families of models (a base model and its experts) that are located, opened, checked and fingerprinted.
 
-`types.Family` is a small description of the same models, which is sent to other processes. These processes open the
-models with `open_sources`.
+The class `types.Family` is a small description of the same models, which is sent to other processes. These processes
+open the models with the function `open_sources`.
 """
 
 from __future__ import annotations
@@ -260,7 +260,7 @@ class ResolvedFamily:
 
     @property
     def lack_of_space(self) -> str | None:
-        """Error text if a disk is too small for the weights that `fetched` would download; None otherwise."""
+        """Error text if a disk is too small for the weights that the method `fetched` would download, else None."""
         return lack_of_space((*self.directories.values(), *self.adapted.values()))
 
     def fetched(self, *, note: Callable[[str], None] = log.info) -> ResolvedFamily:
@@ -378,7 +378,7 @@ class LocatedFamily:
 
 
 def _are_alike(opened: Mapping[str, Checkpoint], base_alias: str, alias: str) -> bool:
-    """Whether two of the `opened` models read the same kind of data; true if the base could not be opened."""
+    """Whether the base and the model `alias` read the same kind of data; True if the base could not be opened."""
     return base_alias not in opened or opened[base_alias].modality is opened[alias].modality
 
 
@@ -398,7 +398,7 @@ def locate_family(
 
     An expert is a whole model or an adapter, a set of small matrices that change another model. `experts` maps aliases
     to experts, and `base_alias` is the alias of the base. An adapter changes the base unless `adapted` maps the
-    adapter's alias to another model. Models that are not found are listed in `problems` of the result.
+    adapter's alias to another model. Models that are not found are listed in the field `problems` of the result.
     """
     directories: dict[str, Path] = {}
     wholes: dict[str, Path] = {}
@@ -524,7 +524,7 @@ def open_family(
 ) -> Family:
     """Locate, check and, if needed, download a base model and its experts, and return their short description.
 
-    The description can be sent to other processes. `base` and `experts` (by alias) are directories or hub ids.
+    The description can be sent to other processes. `base` and `experts` (keyed by alias) are directories or hub ids.
     `tokenizer` selects the vocabulary of merges. `cache` is the directory of the cache, or None for the default
     directory. `note` is called with lines about downloads. Raises InvalidModel with every problem of every model.
     """

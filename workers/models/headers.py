@@ -47,7 +47,7 @@ CONVERSIONS = {
 class TensorInfo:
     """One stored tensor: its dtype (safetensors' name), its shape, its file, and its name in the file.
 
-    It implements `computed_tensors.SourceTensor`.
+    The class implements the interface `computed_tensors.SourceTensor`.
     """
 
     dtype: str
@@ -71,7 +71,7 @@ class TensorInfo:
 
 
 def _is_known_buffer(name: str) -> bool:
-    """Whether a tensor, by its name, is a buffer that models of text compute themselves, of any dtype."""
+    """Whether the tensor called `name`, of any dtype, is a buffer that language models compute themselves."""
     return IGNORED.search(name) is not None
 
 

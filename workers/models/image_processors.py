@@ -106,7 +106,7 @@ def decoded(content: bytes, where: str) -> Any:
 
 
 def pixels_of(processor: Any, images: Sequence[Any]) -> torch.Tensor:
-    """Convert PIL images to the model's input [num_images, channels, height, width], in float32."""
+    """Convert PIL images with `processor` to the model's input [num_images, channels, height, width], in float32."""
     import torch
 
     found = processor(images=list(images), return_tensors="pt")["pixel_values"]

@@ -152,7 +152,7 @@ def _is_directory(entry: os.DirEntry[str]) -> bool:
 
 
 def _model(access: FileAccess | None, directory: str, names: set[str]) -> FoundModel | None:
-    """Describe the model in a directory, which has files with the given `names`; None if it has no model."""
+    """Describe the model in a directory that has files with the names `names`; None if it has no model."""
     is_adapter = ADAPTER_CONFIG in names and CONFIG not in names
     config = _document(access, os.path.join(directory, ADAPTER_CONFIG if is_adapter else CONFIG))
     num_bytes = sum(_sizes(access, directory, names))
@@ -174,7 +174,7 @@ def _model(access: FileAccess | None, directory: str, names: set[str]) -> FoundM
 
 
 def _document(access: FileAccess | None, file: str) -> dict[str, Any] | None:
-    """Read a JSON object from a file; None if the file may not be read, or does not contain a JSON object."""
+    """Read a JSON object from a file; None if `access` does not allow reading it, or if it has no JSON object."""
     if not _may_read(access, file) or not os.path.isfile(file):
         return None
     try:

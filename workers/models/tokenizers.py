@@ -124,11 +124,11 @@ def _found(path: Path) -> tuple[Any, str]:
 
 
 def stated_directory(directory: str | Path, tokenizer: Any) -> TemporaryDirectory[str] | None:
-    """Temporary directory with a tokenizer that transformers' AutoTokenizer loads as `load_tokenizer` does.
+    """Temporary directory from which AutoTokenizer loads the same tokenizer as the function `load_tokenizer`.
 
-    The directory is for programs that load the tokenizer themselves. `tokenizer` is the result of `load_tokenizer` for
-    `directory`; the files in the temporary directory name its class. Returns None if no temporary directory is needed,
-    because AutoTokenizer loads the same class from `directory`.
+    The directory is for programs that load the tokenizer themselves. `tokenizer` is the result of the function
+    `load_tokenizer` for `directory`; the files in the temporary directory name its class. Returns None if no temporary
+    directory is needed, because AutoTokenizer loads the same class from `directory`.
     """
     if type(_loaded("AutoTokenizer", Path(directory))) is type(tokenizer):
         return None

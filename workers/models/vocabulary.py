@@ -85,7 +85,7 @@ class VocabularyOptions:
         `document` has these keys, all of which may be missing:
 
         - tokens: the sources of the embedding rows of single tokens, keyed by token; each is {"model", "token", "id",
-          "force"}, with the meaning of the fields of `TokenRow`
+          "force"}, with the meaning of the fields of the class `TokenRow`
         - multiple_of: the number of rows is rounded up to a multiple of this number
         - by_id: whether tokens that other models add to the base's vocabulary are in the order of their ids
 
@@ -253,9 +253,9 @@ def _chosen_rows(
 ) -> Chosen:
     """Embedding rows of single tokens that the vocabulary options name, keyed by token.
 
-    A value is (row, is_forced). The row is (alias of the model, index), or None for a row of zeros. If `is_forced`, all
-    models get the row; otherwise, only models without the token get it. `tokens` are the ids of each model's tokens,
-    keyed by alias. Raises InvalidModel if a model does not have the row that the options name.
+    A value is (row, is_forced). The row is (alias of the model, index), or None for a row of zeros. If is_forced is
+    True, all models get the row; otherwise, only models without the token get it. `tokens` are the ids of each model's
+    tokens, keyed by alias. Raises InvalidModel if a model does not have the row that the options name.
     """
     found: dict[str, tuple[tuple[str, int] | None, bool]] = {}
     problems = []
@@ -317,7 +317,7 @@ class _Plan:
     - `tokens`: the ids of each model's tokens, keyed by alias
     - `target`: the new vocabulary, a mapping from tokens to ids
     - `num_rows`: the number of rows of the new embedding
-    - `chosen`: the rows that options choose for single tokens (`_chosen_rows`)
+    - `chosen`: the rows that options choose for single tokens (function `_chosen_rows`)
     """
 
     def __init__(

@@ -24,7 +24,7 @@ BATCH = 256
 
 
 def check_templates(templates: Sequence[str], *, where: str) -> None:
-    """Raise InvalidTask if there are no templates, or if a template does not have the placeholder {} exactly once."""
+    """Raise InvalidTask if there are no templates, or if a template does not contain {} exactly once."""
     if not templates:
         raise InvalidTask(
             f"{where}: has no templates; give at least one, such as 'a photo of a {CLASS}.'", "task.templates"
@@ -39,7 +39,7 @@ def check_templates(templates: Sequence[str], *, where: str) -> None:
 
 
 def prompts_of(classes: Sequence[str], templates: Sequence[str]) -> list[list[str]]:
-    """Texts that describe each class: all templates, with the class's name in place of {}.
+    """For each of `classes`, the texts that describe it: all templates, with the class's name in place of {}.
 
     Underscores in names are replaced by spaces.
     """

@@ -35,8 +35,8 @@ PAUSE_S = 0.5
 def answered(ask: Callable[[], T], *, deadline: float) -> T:
     """Repeat a query of Serve's controller, by calling `ask`, until the controller answers; return the answer.
 
-    `ask` raises ServeUnavailable while the controller does not answer. `deadline` is a time of `time.monotonic`; if the
-    controller has not answered by then, ServeUnavailable is raised to the caller.
+    `ask` raises ServeUnavailable while the controller does not answer. `deadline` is a time of the clock
+    `time.monotonic`; if the controller has not answered by then, ServeUnavailable is raised to the caller.
     """
     while True:
         try:
@@ -48,7 +48,7 @@ def answered(ask: Callable[[], T], *, deadline: float) -> T:
 
 
 def num_replicas(name: str) -> Counter[str]:
-    """Number of replicas of the Serve application `name`, by state ("RUNNING", "STARTING", ...).
+    """Number of replicas of the Serve application `name`, keyed by state ("RUNNING", "STARTING", ...).
 
     The result is empty if there is no such application. Raises ServeUnavailable if Serve's controller does not answer.
     """
@@ -96,8 +96,8 @@ def application_state(name: str) -> str:
 def failure_reason(name: str) -> str:
     """Reason why the Serve application `name` failed, or why its state is unknown.
 
-    Serve's message about the failure is shortened to the error of `workers.errors` that it contains or, if it contains
-    no such error, to its last line.
+    Serve's message about the failure is shortened to the error of the module `workers.errors` that it contains or, if
+    it contains no such error, to its last line.
     """
     try:
         application = _applications().get(name)
@@ -109,8 +109,8 @@ def failure_reason(name: str) -> str:
 def _applications() -> Mapping[str, ApplicationDetails]:
     """Serve's applications, keyed by name; empty if Serve was not started on this Ray.
 
-    `ray.serve.status` returns the same, but waits without limit for a controller that is being restarted. Raises
-    ServeUnavailable if the controller does not answer within ANSWER_S seconds, or answers with an error.
+    The function `ray.serve.status` returns the same, but waits without limit for a controller that is being restarted.
+    Raises ServeUnavailable if the controller does not answer within ANSWER_S seconds, or answers with an error.
     """
     import ray
     from ray.exceptions import RayError

@@ -32,7 +32,7 @@ class CompletionRequest:
     - `messages`: the messages of a chat, which the model's chat template turns into a prompt
     - `max_tokens`: the largest number of tokens of the completion; None for the number for which the model's context
       has room
-    - `stop`, `temperature`, `top_p`, `top_k`, `seed`: as in `workers.evaluation.prompts.Generation`
+    - `stop`, `temperature`, `top_p`, `top_k`, `seed`: as in the class `workers.evaluation.prompts.Generation`
     - `yields`: whether the completion ends with EngineBusy as soon as a search uses the replica
     """
 
@@ -53,7 +53,7 @@ class CompletionPart:
     """A part of a completion: the text that a step added to it.
 
     - `text`: the added text, which may be empty
-    - `num_tokens`: the number of tokens that were generated for it
+    - `num_tokens`: the number of tokens that were generated for the added text
     - `prompt_tokens`: the number of tokens of the prompt
     - `recipe_digest`: the digest of the recipe that the engine holds
     - `finish_reason`: "stop" or "length" in the last part, else None
@@ -87,7 +87,7 @@ class LiveCompletion:
         self._put(error)
 
     def cancel(self) -> None:
-        """Let the engine end the completion before its next step; called in any thread."""
+        """Make the engine end the completion before its next step. The method may be called in any thread."""
         self.is_cancelled = True
 
     async def parts(self) -> AsyncIterator[CompletionPart]:
@@ -109,7 +109,7 @@ class CompletionBatch:
     """Completions with the same merge (`recipe`) that the engine generates together.
 
     Requests join the batch in the event loop. Between two steps, the engine's thread takes the completions that have
-    joined since. `is_waiting` is True until the engine begins to work on the batch.
+    joined since. The attribute `is_waiting` is True until the engine begins to work on the batch.
     """
 
     def __init__(self, recipe: Recipe) -> None:

@@ -27,7 +27,7 @@ class CurrentChunk:
     - `chunk`: the id of these samples, which belong to one request
     - `replica`, `log_file`: the replica's name, and the path of its log
     - `scored_others`: whether the replica had scored another recipe before
-    - `overdue`: the reason why the replica counts as hung (`watchdog`), or None
+    - `overdue`: the reason why the replica is regarded as hung (module `watchdog`); None if it is not
     - `error_log`, `node`: a file with the process's errors, and the Ray node (hex) that has it; both are "" if unknown
     """
 
@@ -49,7 +49,7 @@ def chunk_id(request: ScoreRequest) -> str:
 def note_chunk(current: CurrentChunk) -> None:
     """Record in Ray's key-value store that this replica begins to score the samples of one request (a chunk).
 
-    `current` is the record; the Ray node is filled in here. This is called in the replica's process. Nothing is
+    `current` is the record; the Ray node is filled in here. The function is called in the replica's process. Nothing is
     recorded without Ray, or while Ray's head node does not answer.
     """
     import ray
@@ -77,8 +77,8 @@ def current_chunk(actor: str | None) -> CurrentChunk | None:
 def scored_last(chunk: str) -> CurrentChunk | None:
     """Find the replica whose last begun chunk of samples is `chunk`; None if there is none.
 
-    `chunk` is the id of the chunk (`chunk_id`), the samples of one request. The result is the record that the replica
-    stored when it began to score the chunk.
+    `chunk` is the id of the chunk (function `chunk_id`), the samples of one request. The result is the record that the
+    replica stored when it began to score the chunk.
     """
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list

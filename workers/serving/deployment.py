@@ -62,8 +62,8 @@ def app_name(family: Family, options: EngineOptions, *, on_gpus: bool) -> str:
 
     `family` is a base model and its experts, and `options` are the options of the engines. The name contains a hash of
     the models and the options, so that studies with equal models and options share replicas. `on_gpus` says whether the
-    replicas run on GPUs (`runs_on_gpus`). Applications on the CPU have another name, because replicas on the CPU may
-    compute in another dtype with the same options, and must not score a study that needs GPUs.
+    replicas run on GPUs (function `runs_on_gpus`). Applications on the CPU have another name, because replicas on the
+    CPU may compute in another dtype with the same options, and must not score a study that needs GPUs.
     """
     models = [(model.alias, model.origin or model.directory, model.fingerprint) for model in family.models]
     others = [family.alignments_dir] if family.alignments_dir else []
@@ -102,21 +102,21 @@ def deploy_scorer(
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
     A replica scores merges of `family`, a base model and its experts, with an engine that has the given `options`.
-    `name` is the name of the Serve application, by default the result of `app_name`; a running application of this name
-    is used unchanged, unless its replicas run on the CPU and the new ones on GPUs: then it is replaced. `replicas` is
-    the number of replicas. With `keep_idle_s`, studies share the application, and `replicas` is only the number of
-    replicas at first. Then the number of replicas follows the number of requests, up to `max_replicas` or, if this is
-    None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped, even the
-    last replica, and the next request starts replicas again. Serve sends at most `max_ongoing` requests to a replica at
-    the same time. `make_worker` replaces the engine in tests.
+    `name` is the name of the Serve application, by default the result of the function `app_name`; a running application
+    of this name is used unchanged, unless its replicas run on the CPU and the new ones on GPUs: then it is replaced.
+    `replicas` is the number of replicas. With `keep_idle_s`, studies share the application, and `replicas` is only the
+    number of replicas at first. Then the number of replicas follows the number of requests, up to `max_replicas` or, if
+    this is None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped,
+    even the last replica, and the next request starts replicas again. Serve sends at most `max_ongoing` requests to a
+    replica at the same time. `make_worker` replaces the engine in tests.
 
     Replicas get GPUs if the cluster has any, and otherwise run on the CPU if `gpus` allows it. If no node has enough
-    GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (`GpuNeed`).
+    GPUs for one replica, EngineUnavailable is raised, or replicas wait for such a node (class `GpuNeed`).
 
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
-    minutes if a process does not answer, and 15 seconds if the work of a process is overdue (`time_limits`). Raises
-    EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
+    minutes if a process does not answer, and 15 seconds if the work of a process is overdue (module `time_limits`).
+    Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
     replica is ready after `start_timeout_s` seconds.
     """
     from ray import serve
@@ -267,7 +267,7 @@ def _deploying(deadline: float) -> Iterator[None]:
 
     Without the lock, one of two processes that start Serve at the same time fails, and deploying an application a
     second time restarts its replicas. The lock is the name of a Ray actor. Ray frees the name when the process that
-    holds it ends for any reason. Raises EngineUnavailable if the lock is not free at `deadline`, a time of
+    holds it ends for any reason. Raises EngineUnavailable if the lock is not free at `deadline`, a time of the clock
     `time.monotonic`.
     """
     import ray

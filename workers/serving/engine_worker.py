@@ -71,7 +71,7 @@ class EngineWorker:
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
     `most_engines` is the largest number of such engines in the cluster; None means one for each GPU. Raises
     EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or returns
-    None (`gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
+    None (function `gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
     """
 
     _verify_elsewhere: Callable[..., VerificationReport | None] | None = None
@@ -184,9 +184,9 @@ class EngineWorker:
 
         `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and written to a
         temporary checkpoint. transformers loads the checkpoint and computes in float32, on a free GPU of this machine
-        (`gpu_verification`) or else on the CPU. If the recipe has alignments (maps between layers), the merged model is
-        built in transformers without files, because an ordinary checkpoint cannot contain it. Returns a report of 0
-        samples if nothing can be compared, or if no disk has enough space.
+        (module `gpu_verification`) or else on the CPU. If the recipe has alignments (maps between layers), the merged
+        model is built in transformers without files, because an ordinary checkpoint cannot contain it. Returns a report
+        of 0 samples if nothing can be compared, or if no disk has enough space.
         """
         import torch
 
@@ -233,9 +233,10 @@ class EngineWorker:
     def _compared(
         self, samples: tuple[SampleResult, ...], spans: tuple[Span, ...], texts: Sequence[tuple[int, ...]]
     ) -> dict[str, Any]:
-        """Keyword arguments of `verification.verify` with the engine's results: samples and log-probabilities.
+        """Keyword arguments of the function `verification.verify` that have the engine's results for `samples`.
 
-        The engine computes the log-probabilities of the tokens of `texts` with the merge that it holds.
+        The arguments contain the samples and log-probabilities. The engine computes the log-probabilities of the tokens
+        of `texts` with the merge that the engine holds.
         """
         return {
             "samples": samples,

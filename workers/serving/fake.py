@@ -49,7 +49,7 @@ __all__ = ["FakeScorer", "expected_value"]
 
 @dataclass
 class FakeScorer:
-    """Fake `workers.types.Scorer` for tests: it computes answers without models, and can delay and fail.
+    """Fake of the interface `workers.types.Scorer`, for tests without models; it can delay answers and fail.
 
     The object is picklable. Calls are counted by the lines of `log_file`, so that counts survive the end of a process.
     Every finished or failed call appends one JSON line: {call, recipe, spans (ranges of samples): [[objective, start,
@@ -59,16 +59,17 @@ class FakeScorer:
     - `sample_delay_s`, `swap_delay_s`: seconds to wait for each sample, and for each change of the recipe (swap)
     - `failing`: digests of recipes for which TrialFailed is raised
     - `fails_above`: TrialFailed is also raised for every recipe with a coefficient above this number
-    - `exits_at_call`: the call of `score` that ends the process without clean-up, counted from 1; with a `log_file`,
-      the calls of all processes that share the file are counted
+    - `exits_at_call`: the call of the method `score` that ends the process without clean-up, counted from 1; with a
+      `log_file`, the calls of all processes that share the file are counted
     - `unavailable_calls`: the number of calls that raise EngineUnavailable before the first success
     - `crashing`, `crash_by`: digests of recipes that crash the engine, and how: by an error, a signal, the end of the
       process, or a hang
-    - `garbles`: whether completions and their tokens are wrong although the values are right; `verify` detects this
+    - `garbles`: whether completions and their tokens are wrong although the values are right; the method `verify`
+      detects this
     - `fails_canary_at`: the swap at which the engine fails a canary (a comparison with transformers); the engine
       refuses all later calls
-    - `wrong_since`: the swap since which the engine gives wrong values, and `check` fails
-    - `skips_canaries`: the reason why `check` compares nothing; "" if it compares
+    - `wrong_since`: the swap since which the engine gives wrong values, and the method `check` fails
+    - `skips_canaries`: the reason why the method `check` compares nothing; "" if it compares
     - `replica`: the name of the replica in results; the default is a name for each process
     - `bank_fingerprint`: the fingerprint of the source weights in results
     - `seed`: the seed of the pseudorandom numbers from which values are computed
@@ -159,7 +160,8 @@ class FakeScorer:
         """Complete the prompts of `batch` with made-up words.
 
         A completion has the beginning of the recipe's digest, then the words of the prompt. Each word is a token, and
-        takes `sample_delay_s` seconds. `check` is called before each word; an error that it raises ends the call.
+        takes as many seconds as the field `sample_delay_s` says. `check` is called before each word; an error that it
+        raises ends the call.
         """
         digest = batch.recipe.digest
         live: list[tuple[LiveCompletion, list[str]]] = []
@@ -186,8 +188,8 @@ class FakeScorer:
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]:
         """Return facts about tasks, such as their numbers of samples, without building them.
 
-        A task in a JSONL file has a sample for each line of the file; any other task has `num_samples` of this scorer.
-        Raises InvalidTask if a file cannot be read.
+        A task in a JSONL file has a sample for each line of the file; any other task has the number of samples in the
+        field `num_samples`. Raises InvalidTask if a file cannot be read.
         """
         return tuple(
             TaskInfo(
@@ -204,11 +206,11 @@ class FakeScorer:
         return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompts and right answers of samples. Only this method and `sample_pictures` build the task."""
+        """Prompts and right answers of samples. Only this method and the method `sample_pictures` build the task."""
         return sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Pictures of samples. Only this method and `sample_texts` read the task."""
+        """Pictures of samples. Only this method and the method `sample_texts` read the task."""
         if not modality_of_task(task.task).has_pictures:
             raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
         return pictures_of(load_image_task(task), start, stop)
@@ -271,7 +273,7 @@ class FakeScorer:
         }
 
     def calls(self) -> list[dict[str, Any]]:
-        """Read the log of all calls of `score`, from every process that wrote to `log_file`."""
+        """Read the log of all calls of the method `score`, from every process that wrote to the file `log_file`."""
         if self.log_file is None or not Path(self.log_file).exists():
             return []
         return [json.loads(line) for line in Path(self.log_file).read_text().splitlines()]
@@ -368,16 +370,16 @@ def fake_words(request: CompletionRequest) -> list[str]:
 
 
 def prompt_hash(span: Span) -> str:
-    """Fake hash of the prompts of a range of samples (`span`), which depends only on the task and the positions."""
+    """Fake hash of the prompts of a range of samples (`span`); it depends only on the task and the positions."""
     return digest_of([span.task.digest, span.start, span.stop])
 
 
 def _shares(recipe: Recipe) -> dict[str, float]:
-    """Mean coefficient of each model over all merges in a recipe, by the model's fingerprint.
+    """Mean coefficient of each model over all merges in a recipe, keyed by the model's fingerprint.
 
     A recipe has a merge for each component of each layer and for other tensors; the mean is over all of them. In SLERP
-    the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources counts as
-    1.
+    the coefficients of the two models are 1 - t and t. If a method has no coefficients, each of its sources has the
+    coefficient 1.
     """
     shares: dict[str, float] = {}
     merges = recipe.merges()
@@ -415,7 +417,7 @@ def _numbers(merge: Merge) -> list[float]:
 
 
 def _draw(*key: object) -> float:
-    """Pseudorandom number in [0, 1) that depends only on `key`."""
+    """Pseudorandom number in [0, 1) that depends only on the arguments `key`."""
     digest = hashlib.sha256("\0".join(map(str, key)).encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64
 
@@ -423,8 +425,8 @@ def _draw(*key: object) -> float:
 def _quantile(probability: float) -> float:
     """Quantile, at `probability`, of the mean of two independent numbers that are uniform in [0, 1).
 
-    `FakeScorer` compares the quantile with the mean of two such pseudorandom numbers, so that a sample is right with
-    this probability.
+    The class FakeScorer compares the quantile with the mean of two such pseudorandom numbers, so that a sample is right
+    with this probability.
     """
     if probability < 0.5:
         return math.sqrt(probability / 2)

@@ -67,8 +67,8 @@ def verify_on_free_gpu(
 ) -> VerificationReport | None:
     """Verify an export in a Ray actor with a free GPU of this machine; return None if that is not possible.
 
-    - `arguments`, `options`: positional and keyword arguments of `verification.verify`; the directory of the export
-      must be on this machine
+    - `arguments`, `options`: positional and keyword arguments of the function `verification.verify`; the directory of
+      the export must be on this machine
     - `num_parameters`: the number of parameters of the exported model
     - `device`: the device on which the actor computes
     - `start_s`: the number of seconds after which the actor must be ready
@@ -77,7 +77,7 @@ def verify_on_free_gpu(
 
     Returns None if Ray is not running, if no GPU of this machine is free or large enough, if the GPU's memory runs out,
     and if the actor dies or cannot be placed. The caller must then verify the export itself. The log has the reason,
-    except if no GPU is free. Raises the errors of `verification.verify`.
+    except if no GPU is free. Raises the errors of the function `verification.verify`.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -126,7 +126,7 @@ def _free_here() -> Mapping[str, float]:
 
 
 def _is_of_gpu(error: BaseException | None) -> bool:
-    """Whether an error of PyTorch comes from a GPU, for example because its memory is full."""
+    """Whether an error of PyTorch comes from a GPU, for example because the GPU's memory is full."""
     import torch
 
     if isinstance(error, (torch.OutOfMemoryError, torch.AcceleratorError)):

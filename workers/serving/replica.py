@@ -1,9 +1,9 @@
 """Scoring replica of Ray Serve: it owns a warm engine, and scores one request at a time.
 
 A replica holds one recipe at a time. One lock covers the swap and the scoring of a chunk; chunks of the held recipe are
-scored first (`recipe_lock`). The engine runs in its own thread, so that health checks are answered while it works.
-Serve's multiplexing is used only as a hint for routing work to a replica that already holds the recipe; the hint can be
-wrong. The engine itself states which recipe it holds, before and after scoring.
+scored first (module `recipe_lock`). The engine runs in its own thread, so that health checks are answered while it
+works. Serve's multiplexing is used only as a hint for routing work to a replica that already holds the recipe; the hint
+can be wrong. The engine itself states which recipe it holds, before and after scoring.
 
 A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """
@@ -65,8 +65,8 @@ T = TypeVar("T")
 class Worker(Protocol):
     """Interface of the object that does the work of a replica, such as scoring. Only one thread uses it at a time.
 
-    `FakeScorer` implements the interface. If a worker raises EngineCrashed, it cannot be used any more. After any other
-    error it can be used again.
+    The class FakeScorer implements the interface. If a worker raises EngineCrashed, it cannot be used any more. After
+    any other error it can be used again.
     """
 
     @property
@@ -101,8 +101,9 @@ class Worker(Protocol):
 class ReplicaMetrics:
     """Ray metrics of one replica, each with a tag for the study.
 
-    Serve adds tags for the deployment and the replica. `mergesearch_samples` is a counter, whose rate is samples per
-    second. A recipe's digest is not a tag, because each new digest would start a time series that is never dropped.
+    Serve adds tags for the deployment and the replica. The metric `mergesearch_samples` is a counter, whose rate is
+    samples per second. A recipe's digest is not a tag, because each new digest would start a time series that is never
+    dropped.
     """
 
     def __init__(self) -> None:
@@ -314,7 +315,7 @@ class ScoringReplica:
     # -- in the engine's thread ------------------------------------------------------------------------------------
 
     def _run(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Run a function in the engine's thread, and convert its exceptions to exceptions of `workers.errors`.
+        """Run a function in the engine's thread, and convert its exceptions to those of `workers.errors`.
 
         After an error of the engine (EngineCrashed or EngineFault) the replica refuses all work, and fails its health
         checks. After any other error it continues.

@@ -29,7 +29,7 @@ class ServeCompleter:
         If the iterator is closed, the replica ends the completion.
 
         Raises:
-            WorkerError: The replica raised one of the errors of `ScoringReplica.complete`.
+            WorkerError: The replica raised one of the errors of the method `ScoringReplica.complete`.
             EngineUnavailable: The replica died, or Ray Serve does not answer.
         """
         from ray import serve

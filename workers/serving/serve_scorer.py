@@ -50,12 +50,12 @@ MAX_TRIES = 3
 
 @dataclass(frozen=True)
 class ServeScorer:
-    """Client of the scoring replicas in a Ray Serve application; it implements `workers.types.Scorer`.
+    """Client of the scoring replicas in a Ray Serve application; it implements the interface `workers.types.Scorer`.
 
     The client is picklable, and connects at the first call. `app_name` is the name of the application. While a request
     is waited for, the application's state is checked every `poll_s` seconds. When a replica dies or fails, Serve
-    replaces the replica, and the client sends the request again. If the replica was scoring the request and the request
-    counts crashes (`ScoreRequest.crashes`), EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
+    replaces the replica, and the client sends the request again. If the replica was scoring the request and the
+    request's field `crashes` is a number, EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
     EngineUnavailable is raised with the reason. Time in which the request waits behind other requests does not count.
     Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
 
@@ -125,9 +125,9 @@ class ServeScorer:
     def _known_replicas(self) -> Counter[str]:
         """Number of replicas in each state ("RUNNING", ...), once Serve's controller knows all of them.
 
-        A controller that was restarted must first find its replicas again. This method waits for at most `deadline_s`
-        seconds until the controller has found them. Raises ServeUnavailable if the controller does not answer within
-        that time.
+        A controller that was restarted must first find its replicas again. This method waits until the controller has
+        found them, for at most the seconds in the field `deadline_s`. Raises ServeUnavailable if the controller does
+        not answer within that time.
         """
         deadline = time.monotonic() + self.deadline_s
         while True:
@@ -197,7 +197,7 @@ class ServeScorer:
         """Wait for the result of a request, without a time limit while the application is running.
 
         `response` is the object that Serve's handle returned. Raises EngineUnavailable if the application has failed,
-        or has not been running for `deadline_s` seconds.
+        or has not been running for the seconds in the field `deadline_s`.
         """
         missing_since: float | None = None
         while True:
@@ -256,8 +256,8 @@ def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
 def _handle(name: str) -> Any:
     """Ray Serve's handle for sending requests to the replicas of the application `name`.
 
-    Serve's controller is not queried, because `ray.serve.get_app_handle` would wait for its answer without limit.
-    Therefore the application may be missing; requests through the handle are then never answered.
+    Serve's controller is not queried, because the function `ray.serve.get_app_handle` would wait for its answer without
+    limit. Therefore the application may be missing; requests through the handle are then never answered.
     """
     from ray import serve
 

@@ -1,7 +1,7 @@
 """Phases of the starts of replicas, such as downloads, as records in Ray's key-value store.
 
-A replica answers no request before its engine runs, which may take minutes. Therefore drivers read the phase of its
-start from the record.
+A replica answers no request before its engine runs, and the start of the engine may take minutes. Therefore drivers
+read the phase of its start from the record.
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ KEY = "start of replica "
 def note_phase(text: str) -> None:
     """Record that the start of this replica has reached the phase `text`, such as "downloads owner/name".
 
-    This is called in the replica's process. Nothing is recorded without Ray, or while Ray's head does not answer.
+    The function is called in the replica's process. Nothing is recorded without Ray, or while Ray's head does not
+    answer.
     """
     _put(json.dumps({"phase": text}))
 
@@ -80,7 +81,7 @@ def forget_starts(app_name: str) -> None:
 
 
 def _put(note: str | None) -> None:
-    """Store the record of this process's replica in Ray's key-value store; None removes it."""
+    """Store `note`, the record of this process's replica, in Ray's key-value store; None removes the record."""
     import ray
     from ray import serve
     from ray.exceptions import RayError

@@ -1,4 +1,4 @@
-"""Time limits for the work of a replica; a replica that exceeds them counts as hung.
+"""Time limits for the work of a replica; a replica that exceeds them is regarded as hung.
 
 Nothing can interrupt the engine's thread. A replica whose work is overdue fails its health checks, and Serve replaces
 it.
@@ -41,10 +41,10 @@ TIME_LIMITS = TimeLimits()
 class Watchdog:
     """Timer of a replica's work, which reports work beyond its time limit.
 
-    The engine's thread enters the context `chunk` when it scores a chunk (the samples of one request), and `work` for
-    other work. Any thread may call the method `overdue`. `limits` are the time limits. `start_s` is the number of
-    seconds that the start of the replica's worker took. A chunk may always take at least this long, because it may
-    include a comparison with transformers, as the start does.
+    The engine's thread enters the context `chunk` when it scores a chunk (the samples of one request), and the context
+    `work` for other work. Any thread may call the method `overdue`. `limits` are the time limits. `start_s` is the
+    number of seconds that the start of the replica's worker took. A chunk may always take at least this long, because
+    it may include a comparison with transformers, as the start does.
     """
 
     def __init__(self, limits: TimeLimits, *, start_s: float) -> None:

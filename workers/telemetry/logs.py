@@ -1,6 +1,6 @@
 """Log lines of a process, as text or as JSON, with the job, trial and attempt that they are about.
 
-The fields of JSON lines come from the context in which a message is logged (`fields`), not from its text.
+The fields of JSON lines come from the context in which a message is logged (function `fields`), not from its text.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def fields(**values: Any) -> Iterator[None]:
     """Context manager that adds the given fields, such as the job, to each log line of this thread.
 
     Contexts can be nested; a line has the fields of all contexts around it. A value of None adds no field. Other
-    threads have the fields only if they run in a copy of the context (see `contextvars`).
+    threads have the fields only if they run in a copy of the context (module `contextvars`).
     """
     token = _fields.set({**_fields.get(), **{name: value for name, value in values.items() if value is not None}})
     try:

@@ -250,7 +250,7 @@ def describe(attributes: Attributes) -> None:
 
 
 def trace_ids() -> dict[str, str]:
-    """Ids of the current trace and span, as `trace` and `span`; empty if there is none."""
+    """Ids of the current trace and span, under the keys `trace` and `span`; empty if there is no current span."""
     if (place := current()) is None:
         return {}
     _, trace_id, span_id, _ = place.split("-")

@@ -3,7 +3,7 @@
 The merge is computed by the code that inference engines use, and is written into a transformers model. One backward
 pass then gives the gradient of each merged tensor. Each gradient is reduced to one number for each coefficient as soon
 as it is computed, and then freed, so that the gradients of the whole model are never in memory at once. The modality of
-the models defines the model and the loss of a sample (`workers.training.task_losses`).
+the models defines the model and the loss of a sample (module `workers.training.task_losses`).
 """
 
 from __future__ import annotations
@@ -61,20 +61,20 @@ class CoefficientGradients:
     measures change only the rounding of sums. Equal calls give equal bits on the same device with the same number of
     threads, independent of earlier calls, as long as no GPU is full.
 
-    - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers
-      (`references.lack_of_references`)
+    - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers (function
+      `references.lack_of_references`)
     - `options`: the options of the study's engines, which define prompts and dtype; float32 replaces float16, in which
       gradients vanish
     - `placement`: the place where the source weights are kept
-    - `is_shared`: whether processes of the machine share sources in host memory (`Bank`)
+    - `is_shared`: whether processes of the machine share sources in host memory (class `Bank`)
     - `device`: the device on which the model computes. The default is the CPU, because a GPU that this process sees may
       belong to an engine
     - `more_devices`: further devices; the layers of the model are divided over `device` and these devices
-    - `recomputes`: whether activations are recomputed, which saves their memory and takes a third more time
+    - `recomputes`: whether activations are recomputed, to save their memory; a step then takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
     - `cache`: the directory of the cache, or None for the default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
-      answers (`references.lack_of_entropy`)
+      answers (function `references.lack_of_entropy`)
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -145,13 +145,13 @@ class CoefficientGradients:
         The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
         respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
         `by_scales` there is also a derivative with respect to the scale of every layer. The scale s_i of layer i, a
-        factor on the residual stream, is folded into the last weights of the branches of later layers
-        (`workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect
-        to s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
+        factor on the residual stream, is folded into the last weights of the branches of later layers (module
+        `workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect to
+        s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
 
-        The objectives named in `completions` are measured on the completions given to `set_completions`; all other
-        objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or cannot
-        be made, and TrialFailed if a loss is NaN or infinite.
+        The objectives named in `completions` are measured on the completions given to the method `set_completions`; all
+        other objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or
+        cannot be made, and TrialFailed if a loss is NaN or infinite.
         """
         started = time.perf_counter()
         targets = self._targets(batch, completions)
@@ -171,7 +171,7 @@ class CoefficientGradients:
         *,
         by_scales: bool,
     ) -> GradientResult:
-        """Compute the result of `loss_and_gradient`, but with 0 in the field `seconds`.
+        """Compute the result of the method `loss_and_gradient`, but with 0 in the field `seconds`.
 
         The result contains the mean loss of each objective on the merge of `recipe`, and the gradient of the sum of
         these losses times their `weights`. `batch` has the positions of the samples, and `targets` has the targets from
@@ -210,9 +210,9 @@ class CoefficientGradients:
         """Compute the loss of the merge of `recipe` on each sample in `batch`, keyed by objective.
 
         `batch` has the positions of samples, keyed by objective, and the losses of an objective are in the order of its
-        positions. The objectives named in `completions` are measured on the completions given to `set_completions`; all
-        other objectives are measured on the right answers. Each loss is divided by its objective's unit, which makes
-        objectives comparable (`TaskLosses.unit`).
+        positions. The objectives named in `completions` are measured on the completions given to the method
+        `set_completions`; all other objectives are measured on the right answers. Each loss is divided by its
+        objective's unit, to make objectives comparable (method `TaskLosses.unit`).
         """
         targets = self._targets(batch, completions)
         plan_tensors(recipe, self.bank)  # raises the errors of the recipe before the model is replaced
@@ -228,8 +228,8 @@ class CoefficientGradients:
     def _within_memory(self, compute: Callable[[], T]) -> T:
         """Call `compute` and return its result; if the GPU is full, repeat the call with smaller passes.
 
-        Raises InvalidModel if the GPU has too little memory for a forward pass of `LEAST_TOKENS` tokens whose
-        activations are recomputed.
+        Raises InvalidModel if the GPU has too little memory for a forward pass of LEAST_TOKENS tokens (a constant)
+        whose activations are recomputed.
         """
         while True:
             try:
@@ -261,16 +261,20 @@ class CoefficientGradients:
             )
 
     def _device_of(self, tensor: MergedTensor) -> torch.device:
-        """The device of the parameter into which a merged tensor, or its first piece, is written."""
+        """The device of the parameter into which the merged tensor `tensor` is written.
+
+        A tensor that is a stack (the joined matrices of all experts of an MoE layer) is written to several parameters;
+        the result is the device of the first.
+        """
         return next(self.model.memory[name].device for name in tensor.shapes())
 
     def _targets(self, batch: Batch, completions: Collection[str]) -> dict[str, _Targets]:
         """Targets of losses for each objective in `batch`, such as texts with right answers.
 
         `batch` has the positions of the samples, keyed by objective. For the objectives in `completions`, a target is a
-        completion given to `set_completions`; for all other objectives, a target is the task's right answer. Raises
-        ValueError for an unknown objective, for an objective without positions, and for a position without a completion
-        or right answer.
+        completion given to the method `set_completions`; for all other objectives, a target is the task's right answer.
+        Raises ValueError for an unknown objective, for an objective without positions, and for a position without a
+        completion or right answer.
         """
         found = {}
         for name, positions in batch.items():
@@ -309,7 +313,8 @@ class CoefficientGradients:
     def _limit_tokens(self) -> None:
         """Limit the tokens of a pass so that its activations fit into the free memory of every GPU of the model.
 
-        If the activations of `LEAST_TOKENS` tokens do not fit, activations are recomputed. The limit is never raised.
+        If the activations of LEAST_TOKENS tokens (a constant) do not fit, activations are recomputed. The limit is
+        never raised.
         """
         for recomputes in dict.fromkeys((self._recomputes, True)):
             fitting = self._fitting_tokens(recomputes=recomputes)
@@ -326,7 +331,7 @@ class CoefficientGradients:
         self._max_tokens = limit
 
     def _fitting_tokens(self, *, recomputes: bool) -> int | None:
-        """The number of tokens of a pass for whose activations every GPU of the model has room; None without GPUs.
+        """Largest number of tokens of a pass whose activations fit into every GPU of the model; None without GPUs.
 
         Room for the sources of the largest tensor is kept free, because they are copied to the GPU when the tensor's
         gradient is reduced.
@@ -416,8 +421,8 @@ class _Targets:
     """Targets of one objective's losses, and the divisor that makes losses of several objectives comparable.
 
     `at` has the targets, keyed by the sample's position; a target is the data from which the loss of a sample is
-    computed. The divisor, `unit`, is the mean size of the task's samples (`TaskLosses.unit`), or the mean size of the
-    completions that replace right answers.
+    computed. The divisor, `unit`, is the mean size of the task's samples (method `TaskLosses.unit`), or the mean size
+    of the completions that replace right answers.
     """
 
     at: Mapping[int, Any]

@@ -32,7 +32,7 @@ __all__ = ["ImageLosses", "ImageTarget", "TrainableEncoder"]
 
 
 class TrainableEncoder:
-    """An encoder of images whose parameters have gradients (`workers.training.task_losses.WritableModel`).
+    """Image encoder with gradients; it implements the interface `workers.training.task_losses.WritableModel`.
 
     The encoder has the architecture of the base model in `bank`, in `dtype`. Its layers are the layers of the merge of
     the recipe `like`, or the layers of the base if `like` is None. Weights are NaN until a merge is written. With
@@ -91,13 +91,14 @@ class ImageTarget:
 
 
 class ImageLosses:
-    """Losses of image classifiers (`workers.training.task_losses.TaskLosses`).
+    """Losses of image classifiers; implements the interface `workers.training.task_losses.TaskLosses`.
 
     Losses are divided by the entropy of equally likely classes. Then the cross-entropy of a model that guesses is 1,
     and an entropy is at most 1.
 
-    The activations of a pass on the CPU have at most the modality's `pass_bytes` bytes, or are those of one image.
-    Passes on a GPU are limited by its free memory (`workers.training.gradients`).
+    On the CPU, a pass has so many images that its activations take at most as many bytes as the field
+    `Modality.pass_bytes` says, but at least one image. Passes on a GPU are limited by its free memory (module
+    `workers.training.gradients`).
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None:

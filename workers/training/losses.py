@@ -17,7 +17,7 @@ IMPOSSIBLE = float("-inf")
 
 
 class ModelOfLogits(Protocol):
-    """Interface of a model that returns logits, from which losses are computed, such as `TrainableModel`."""
+    """Interface of a model that returns logits, from which losses are computed, such as the class `TrainableModel`."""
 
     @property
     def device(self) -> torch.device: ...
@@ -62,7 +62,7 @@ def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tens
 
 @dataclass(frozen=True)
 class _ScoredPositions:
-    """Positions in a batch of texts where a token's log-probability counts for the loss.
+    """Positions in a batch of texts where a token's log-probability is a part of the loss.
 
     The logits are [rows, num_columns, vocabulary] for the last `num_columns` columns of the texts. The three lists have
     an entry for each scored position:

@@ -82,7 +82,7 @@ def tokens_within(
 ) -> int:
     """Largest number of tokens of a pass whose activations fit into `room_bytes` bytes of a device; at least 0.
 
-    The other arguments are as in `activation_bytes`.
+    The other arguments are as in the function `activation_bytes`.
     """
     # Computed for many tokens, because the bytes of a single token are rounded.
     each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)
@@ -93,8 +93,9 @@ def divided_layers(layer_bytes: int, num_layers: int, outside_bytes: int, num_de
     """Divide a model's layers over devices; returns the number of layers on each of `num_devices` devices.
 
     The first device also has everything outside layers (embedding, final norm and head), which takes `outside_bytes`
-    bytes; a layer takes `layer_bytes`. Each layer in turn is given to the device with the fewest bytes. Therefore the
-    devices differ by at most one layer, unless the tensors outside layers alone exceed the other devices' shares.
+    bytes; a layer takes `layer_bytes`. Each of the `num_layers` layers in turn is given to the device with the fewest
+    bytes. Therefore the devices differ by at most one layer, unless the tensors outside layers alone exceed the other
+    devices' shares.
     """
     held, counts = [outside_bytes, *[0] * (num_devices - 1)], [0] * num_devices
     for _ in range(num_layers):

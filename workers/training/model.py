@@ -127,7 +127,7 @@ def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:
 
 
 def _origins(bank: Bank, like: Recipe | None) -> dict[str, str]:
-    """The base tensor that initialises each tensor of a merge, as a dict of names.
+    """Map the name of each tensor of a merge to the name of the base tensor that initialises it.
 
     `bank` has the opened weights of the base and the experts. The merge has the layers of the recipe `like`, or the
     layers of the base if `like` is None.

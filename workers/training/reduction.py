@@ -36,8 +36,8 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
     """Coefficients of a tensor's merge by which a loss can be differentiated.
 
-    These are the coefficients that the merge states and for which the merge method has derivatives. The result may be
-    empty, for example for an unchanged source model.
+    The result contains the coefficients that the merge states and for which the merge method has derivatives. The
+    result may be empty, for example for an unchanged source model.
 
     Raises:
         InvalidRecipe: The merge method has derivatives for no coefficient, or a coefficient has one value for each
@@ -63,9 +63,9 @@ def derivatives(tensor: MergedTensor, plan: TensorPlan, bank: Bank, gradient: to
     """Derivatives of the loss with respect to the coefficients of one merged tensor, keyed by the coefficient's name.
 
     Each derivative is a float64 tensor with one number for each source, or with a single number if the sources share
-    the coefficient. The coefficients are those of `stated_coefficients`. `plan` lists the tensors of the merge to which
-    `tensor` belongs, and `bank` has the weights of its sources. `gradient` is the gradient of the loss with respect to
-    the merged tensor.
+    the coefficient. The coefficients are the result of the function `stated_coefficients`. `plan` lists the tensors of
+    the merge to which `tensor` belongs, and `bank` has the weights of its sources. `gradient` is the gradient of the
+    loss with respect to the merged tensor.
     """
     fused = FUSED.get(tensor.merge.method)
     if fused is not None:

@@ -1,8 +1,9 @@
 """Interface of the losses of a modality's tasks, whose gradients give the derivatives for coefficients.
 
-`workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for all
-modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss of a
-sample. The modality's declaration names the class that implements this interface (`workers.models.modalities`).
+The module `workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for
+all modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss
+of a sample. The modality's declaration names the class that implements this interface (package
+`workers.models.modalities`).
 """
 
 from __future__ import annotations
@@ -86,11 +87,11 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def unit(self, spec: TaskSpec) -> float:
-        """Divisor for losses on the task `spec`, which makes losses on several tasks comparable."""
+        """Divisor that makes losses on the task `spec` comparable with losses on other tasks."""
         ...
 
     def size(self, target: TargetT) -> float:
-        """Divisor for the loss of one sample; the `unit` of a task is the mean of this number over its samples."""
+        """Divisor for the loss of one sample; the method `unit` returns the mean divisor of a task's samples."""
         ...
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:

@@ -22,7 +22,7 @@ __all__ = ["TextLosses"]
 
 
 class TextLosses:
-    """Losses of language models on right answers (`workers.training.task_losses.TaskLosses`).
+    """Losses of language models on right answers; implements the interface `task_losses.TaskLosses`.
 
     `options` are the options of the study's engines, which define prompts.
     """

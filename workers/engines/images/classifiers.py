@@ -29,7 +29,7 @@ class ImageEncoder:
 
     Attributes:
         module: The PyTorch module, in evaluation mode.
-        parameters: The module's parameters, by the names under which checkpoint files store them.
+        parameters: The module's parameters, keyed by the names under which checkpoint files store them.
     """
 
     def __init__(self, module: Any) -> None:
@@ -51,7 +51,10 @@ class ImageEncoder:
         return len(self._layers)
 
     def use_layers(self, count: int) -> None:
-        """Make the encoder compute with its first `count` layers only; `count` is from 1 to `max_layers`."""
+        """Make the encoder compute with its first `count` layers only.
+
+        `count` is from 1 to the attribute `max_layers`.
+        """
         assert 1 <= count <= self.max_layers
         if len(getattr(self._parent, self._key)) != count:
             setattr(self._parent, self._key, torch.nn.ModuleList(self._layers[:count]))

@@ -88,7 +88,7 @@ class ImageEvaluator:
         return found
 
     def checkpoint_of(self, head: TaskHead) -> Checkpoint | None:
-        """The source model that has `head`; None for the base model, whose unmerged parts are in every export."""
+        """The source model that has the classification head `head`; None if the head belongs to the base model."""
         return None if head.alias == self._sources.base_alias else self._sources.checkpoints[head.alias]
 
     def task(self, spec: TaskSpec) -> PreparedTask:

@@ -179,10 +179,11 @@ def _compare(
 
 
 def _gap_at(logprobs: torch.Tensor, ranked: Sequence[int], count: int) -> float:
-    """Gap in log-probability between the `count`-th likeliest class and the next likeliest class.
+    """Gap in log-probability between the class at rank `count` and the class at the next rank.
 
-    The `count` likeliest classes count as the answer, so a small gap means that rounding can change the metric.
-    `ranked` has the classes in descending order of log-probability.
+    `ranked` has the classes in descending order of log-probability. The first `count` classes are the model's answer,
+    so a small gap means that rounding can change the metric. The result is FAR, a very large number, if there is no
+    next rank.
     """
     if count >= len(ranked):
         return FAR

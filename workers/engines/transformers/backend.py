@@ -62,8 +62,9 @@ class Reference:
     ) -> list[Completion]:
         """Generate greedy completions in batches, and return them in the order of `requests`.
 
-        After each batch, `finished` is called with (index, completion) for each request of the batch. Raises
-        InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be repeated.
+        After each batch, `finished` is called, if it is not None, with (index, completion) for each request of the
+        batch. Raises InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be
+        repeated.
         """
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")

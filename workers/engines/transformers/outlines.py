@@ -1,7 +1,7 @@
 """Outlines of models: the names and shapes of their tensors, computed from their configurations without weights.
 
-An outline is a metadata-only snapshot (`remote.snapshots`), so that every check of sizes works on it. The weights of an
-outline cannot be downloaded.
+An outline is a metadata-only snapshot (module `remote.snapshots`), so that every check of sizes works on it. The
+weights of an outline cannot be downloaded.
 """
 
 from __future__ import annotations

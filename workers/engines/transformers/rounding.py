@@ -37,7 +37,7 @@ def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
 
     `model` is a transformers model in float32. Random errors, as large as rounding errors, are added to the outputs of
     its modules, and the log-probabilities are computed again. A token's bound is a multiple of the root mean square of
-    the changes, but at most `MOST`, a constant of this module. The random errors are the same at every call.
+    the changes, but at most the constant `MOST` of this module. The random errors are the same at every call.
     """
     plain = torch.tensor(logprobs(model, tokens))
     squares = torch.zeros_like(plain)
@@ -54,9 +54,9 @@ def explained(
     """Separate differences of log-probabilities that rounding explains from all others.
 
     `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities of the same tokens.
-    `bounds` are the results of `rounding_bounds` for these tokens. A difference above `tolerance` is explained if it is
-    at most the token's bound. If more than a few differences are above `tolerance`, none of them is explained. Returns
-    the largest difference that is not explained, and the number of explained differences.
+    `bounds` are the results of the function `rounding_bounds` for these tokens. A difference above `tolerance` is
+    explained if it is at most the token's bound. If more than a few differences are above `tolerance`, none of them is
+    explained. Returns the largest difference that is not explained, and the number of explained differences.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     beyond = [not each <= tolerance for each in apart]

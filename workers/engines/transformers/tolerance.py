@@ -4,7 +4,7 @@ How much rounding changes log-probabilities depends on the model: logits near 32
 logits lie much closer together. Therefore transformers computes some texts in both dtypes, with the same weights, and
 the tolerances are multiples of the differences between its results. In float32 the tolerance is a constant. If rounding
 changes the results so much that a comparison could not distinguish a wrong merge from the right merge, nothing is
-compared (`too_large`).
+compared (function `too_large`).
 """
 
 from __future__ import annotations
@@ -65,14 +65,17 @@ class Tolerance:
 
     @property
     def value(self) -> float:
-        """Largest `typical_difference` of many log-probabilities that rounding explains."""
+        """Largest difference between many log-probabilities that rounding explains, in nats.
+
+        The difference is the result of the function `backend.typical_difference`.
+        """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
         return max(TIMES_ROUNDING * self.rounding, LEAST_TOLERANCE[self.dtype])
 
     @property
     def gap(self) -> float:
-        """Largest change of the gap between two tokens' log-probabilities that rounding explains."""
+        """Largest change of the gap between two tokens' log-probabilities that rounding explains, in nats."""
         if self.gap_rounding is None:
             return self.value
         return max(TIMES_GAP * self.gap_rounding, self.value)
@@ -83,10 +86,11 @@ class Tolerance:
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """Largest `typical_difference` of `count` log-probabilities that rounding explains.
+        """Largest difference between `count` log-probabilities that rounding explains, in nats.
 
-        The result is larger for small counts, because the root mean square of few differences varies more by chance. If
-        rounding was not measured, the result is `value` for every count.
+        The difference is the result of the function `backend.typical_difference`. The limit is larger for small counts,
+        because the root mean square of few differences varies more by chance. If rounding was not measured, the limit
+        is the property `value` for every count.
         """
         if self.rounding is None:
             return self.value
@@ -116,7 +120,7 @@ def measured_tolerance(model: Any, texts: Iterable[Sequence[int]], *, dtype: str
     `model` is a transformers model in float32. Its weights are converted to `dtype` and restored at the end. `texts`
     are lists of token ids; at most MOST_TOKENS tokens are read. The tolerances are constants if `dtype` is "float32",
     if there are no texts, or if transformers cannot compute in `dtype`. Measured tolerances may be too large to find
-    wrong merges (`Tolerance.too_large`).
+    wrong merges (property `Tolerance.too_large`).
     """
     chosen = list(_first(texts))
     if dtype == "float32" or not chosen:
@@ -149,8 +153,8 @@ def _read(
     """Read `text`: log-probabilities of its tokens, without the first token, and gaps at each position.
 
     A gap is the difference between two tokens' log-probabilities. The two tokens at each position are `likeliest`
-    [num_tokens, 2], by default the two likeliest tokens. Returns the log-probabilities [num_tokens - 1], the gaps
-    [num_tokens], and the two tokens.
+    [num_tokens, 2]; if `likeliest` is None, they are the two tokens that `model` finds likeliest. Returns the
+    log-probabilities [num_tokens - 1], the gaps [num_tokens], and the two tokens.
     """
     scores = next_token_scores(model, text)
     if likeliest is None:

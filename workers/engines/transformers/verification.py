@@ -2,8 +2,8 @@
 
 Users get this checkpoint, so the comparison covers all steps behind a score: merge, swap, scoring and export. Samples
 are equal if three things agree: the metric values, the tokens of the completions, and the log-probabilities within the
-tolerance for rounding, which is measured on the merge (`tolerance`). A token is unclear if transformers finds the
-engine's choice as likely as its own, within the tolerance. Completions may differ from the first unclear token on.
+tolerance for rounding, which is measured on the merge (module `tolerance`). A token is unclear if transformers finds
+the engine's choice as likely as its own, within the tolerance. Completions may differ from the first unclear token on.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def verify(
     - `device`: where transformers computes
 
     Returns a report of 0 samples, with the reason, if rounding to `dtype` changes the merge's log-probabilities so much
-    that a wrong merge could pass (`tolerance.too_large`).
+    that a wrong merge could pass (function `tolerance.too_large`).
 
     Raises InvalidTask if a sample of a span is missing in `samples`, or if a text in `engine_logprobs` does not begin
     with a prompt of the compared samples.
@@ -119,10 +119,10 @@ def nothing_to_compare(
 ) -> str | None:
     """Reason why a merge cannot be verified with transformers, as text; None if it can be verified.
 
-    A reason is that no task can be compared, or that there is too little memory. Only tasks with greedy completions or
-    with options can be compared. `evaluator` builds the tasks. `spans` has the ranges of samples to verify. `depth` is
-    the merge's number of layers divided by the number of layers of the checkpoint in `directory`; the required memory
-    grows with it.
+    Possible reasons are that no task can be compared, and that there is too little memory. A task can be compared if
+    its completions are greedy, or if it is a multiple choice. `evaluator` builds the tasks. `spans` has the ranges of
+    samples to verify. `depth` is the merge's number of layers divided by the number of layers of the checkpoint in
+    `directory`; the required memory grows with it.
     """
     if not any(evaluator.is_greedy(span.task) for span in spans):
         return _sampled([span.objective for span in spans])
@@ -185,11 +185,11 @@ class _Comparison:
 
     `tolerance` has the largest differences that still count as equal. The results are in these attributes:
 
-    - `apart`: for each compared sample (objective, position), how much the log-probabilities of engine and transformers
-      differ: the largest `typical_difference` of all comparisons for the sample
+    - `apart`: for each compared sample (objective, position), the largest difference between the log-probabilities of
+      the engine and of transformers over all comparisons for the sample (function `backend.typical_difference`)
     - `num_logprobs`: the number of log-probabilities compared
-    - `num_unstable`: the number of tokens whose larger differences float32 rounding explains (`rounding`); they are
-      left out of `apart`
+    - `num_unstable`: the number of tokens whose log-probabilities differ by more than the tolerance, but not by more
+      than float32 rounding explains (function `rounding.explained`); these tokens are left out of `apart`
     """
 
     def __init__(self, reference: Reference, tolerance: Tolerance) -> None:

@@ -70,9 +70,9 @@ class Calibration:
         """Largest difference between log-probabilities of the engine and of transformers that rounding may cause.
 
         For "float32" it is the largest absolute difference; for 16-bit dtypes it is the root mean square of the
-        differences (`typical_difference`). The tolerance is a multiple of `rounding`, the measured effect of rounding
-        the weights, but not below a minimum for each dtype. If `rounding` is None, the tolerance is a constant for each
-        dtype.
+        differences (function `typical_difference`). The tolerance is a multiple of the field `rounding`, the measured
+        effect of rounding the weights, but not below a minimum for each dtype. If the field is None, the tolerance is a
+        constant for each dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -84,11 +84,12 @@ class Calibration:
         `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities for the merge. The
         share is 0 if `ours` equals `theirs`, and 1 if `ours` equals the log-probabilities of the base model. A share
         that is far from 0 suggests that some weights of the merge were not written. The estimate is by least squares
-        over all tokens, so that rounding errors average out. Therefore it detects unwritten weights much earlier than
-        `typical_difference` does.
+        over all tokens, so that rounding errors average out. Therefore the share detects unwritten weights much earlier
+        than the difference of log-probabilities (function `typical_difference`).
 
-        Returns the share, and the largest magnitude of the share that rounding explains. Returns (0, infinity) if
-        `rounding` was not measured, or if the merge has the log-probabilities of the base model.
+        Returns the share, and the largest magnitude of the share that rounding explains. Returns (0, infinity) if the
+        field `rounding` is None because rounding was not measured, or if the merge has the log-probabilities of the
+        base model.
         """
         step = [base - merged for base, merged in zip(self.base, theirs, strict=True)]
         length = math.sqrt(sum(value * value for value in step))
@@ -109,14 +110,14 @@ class Calibration:
         """Compare an engine's log-probabilities with transformers' log-probabilities, and return how much they differ.
 
         Raises EvidenceMismatch in two cases: if the difference is larger than rounding explains, or if the share of the
-        base model in the engine's log-probabilities (`base_share`), which should be 0, is larger in magnitude than
-        rounding explains.
+        base model in the engine's log-probabilities (method `base_share`), which should be 0, is larger in magnitude
+        than rounding explains.
 
         `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities of the same tokens.
-        `of` names the compared texts in the message. `bounds` returns the largest change of each token's
-        log-probability that rounding explains (`rounding_bounds`). This function is called only for "float32", if a
-        difference is larger than the tolerance. The returned difference (`typical_difference`) is the largest one in
-        float32, and a root mean square in other dtypes.
+        `of` names the compared texts in the message. `bounds` is a function that returns, for each token, the largest
+        change of its log-probability that rounding explains (function `rounding_bounds`). `bounds` is called only for
+        "float32", if a difference is larger than the tolerance. The returned difference (function `typical_difference`)
+        is the largest one in float32, and a root mean square in other dtypes.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -139,8 +140,8 @@ class Canary:
     """Regular comparisons of one engine with transformers (canaries), and the number of comparisons that it passed.
 
     A comparison is skipped if there is too little memory for it, if logits are not finite, or if rounding changes the
-    base model's log-probabilities so much that a wrong swap would pass (`tolerance.too_large`). The reason of the last
-    skipped comparison is kept.
+    base model's log-probabilities so much that a wrong swap would pass (function `tolerance.too_large`). The reason of
+    the last skipped comparison is kept.
 
     - `family`: the base model and its experts
     - `base`: the recipe whose merge is the base model

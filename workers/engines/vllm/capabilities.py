@@ -30,7 +30,8 @@ def main(questions: str, answers: str) -> None:
 
     `questions` and `answers` are paths of JSON files, given on the command line. The file `questions` has a list of
     models' configurations (as in config.json). For each configuration, the file `answers` gets a dict that maps each
-    dtype that engines can have to the result of `describe`: vLLM's implementation of the model and its limits.
+    dtype that engines can have to the result of the function `describe`: vLLM's implementation of the model and its
+    limits.
     """
     # vLLM imports a model's code in a subprocess, which takes as long as importing vLLM; this process is one already.
     registry._run_in_subprocess = lambda function: function()

@@ -87,8 +87,9 @@ class CheckpointEngine(Engine):
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Answer a call as vLLM's worker extension would.
 
-        The extension is missing, because the engine holds no merges. The only call that is answered asks for the number
-        of logits that are not finite; the answer is none.
+        The extension is missing, because the engine holds no merges. The only method that is answered is the method
+        `mergesearch_bad_rows`, the counts of logit rows with NaN and of infinite rows; the answer is [0, 0]. Raises
+        NotImplementedError for any other method.
         """
         if method == "mergesearch_bad_rows":
             return [0, 0]

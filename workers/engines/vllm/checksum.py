@@ -26,9 +26,10 @@ def checksum(parameters: Mapping[str, torch.Tensor]) -> str:
 
 
 def combined(parameters: Mapping[str, torch.Tensor], sums: Mapping[str, int]) -> str:
-    """Compute the checksum of parameters, as `checksum` does, from their 64-bit sums.
+    """Compute the checksum of parameters, as the function `checksum` does, from their 64-bit sums.
 
-    `sums` has the `word_sum` of each of `parameters`, keyed by name, so that the parameters' elements are not read.
+    `sums` has the result of the function `word_sum` for each of `parameters`, keyed by name, so that the parameters'
+    elements are not read.
     """
     total = hashlib.sha256()
     for name, parameter in sorted(parameters.items()):

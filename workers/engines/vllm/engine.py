@@ -5,7 +5,7 @@ the prefix cache and computes a checksum of the parameters. The engine's log-pro
 transformers' log-probabilities when the engine starts, every `canary.CANARY_EVERY` swaps, and on request. An engine
 that fails a check refuses all further calls, because its results cannot be trusted.
 
-Not thread-safe: the owner of an engine (`workers.serving.replica`) holds a lock over swap and score.
+Not thread-safe: the owner of an engine (module `workers.serving.replica`) holds a lock over swap and score.
 """
 
 from __future__ import annotations
@@ -96,11 +96,11 @@ class _SourcesChanged(EvidenceMismatch):
 class Engine:
     """vLLM engine for merges of a base model and its experts; it holds the weights of one merge at a time.
 
-    The engine implements `workers.evaluation.prompts.Backend`: it generates and scores with the merge that it holds, at
-    first the base model. `family` are the base and the experts. `name` is the name of the engine's replica, and
-    `log_file` is the file that messages about a failed start refer to. `most_engines` is the largest number of equal
-    engines in the cluster, for which the host's memory is planned; None means one for each GPU. Raises
-    EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
+    The class implements the interface `workers.evaluation.prompts.Backend`: an engine generates and scores with the
+    merge that it holds, at first the base model. `family` are the base and the experts. `name` is the name of the
+    engine's replica, and `log_file` is the file that messages about a failed start refer to. `most_engines` is the
+    largest number of equal engines in the cluster, for which the host's memory is planned; None means one for each GPU.
+    Raises EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
     InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
     log-probabilities differ from transformers' log-probabilities.
     """
@@ -233,8 +233,8 @@ class Engine:
     def bank_summary(self) -> dict[str, Any]:
         """Description of where the source models' weights (the bank) are kept, and of their size.
 
-        The description was made when a merge was last written into the engine. Its keys are those of
-        `bank.Bank.summary`, and "reason": why the weights are in GPU memory, host memory or files.
+        The description was made when a merge was last written into the engine. Its keys are the keys of the result of
+        the method `bank.Bank.summary`, and "reason": why the weights are in GPU memory, host memory or files.
         """
         return dict(self._state["bank"])
 
@@ -360,8 +360,9 @@ class Engine:
     def check_against_transformers(self, recipe: Recipe) -> float | None:
         """Compare the engine with transformers on the merge of `recipe`, whatever recipe the engine reports to hold.
 
-        Returns how much the log-probabilities differ (`backend.typical_difference`), or None if the comparison was
-        skipped. Raises EvidenceMismatch if they differ by more than rounding explains (`canary.Canary.compare`).
+        Returns how much the log-probabilities differ (function `backend.typical_difference`), or None if the comparison
+        was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (method
+        `canary.Canary.compare`).
         """
         return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
 
@@ -573,13 +574,13 @@ class Engine:
             raise TrialFailed(f"the merged model's logits are {in_words(rows, num_prompts=num_prompts)}")
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Call a method of `MergeExtension` in every process of the engine, and combine the results.
+        """Call a method of the class `MergeExtension` in every process of the engine, and combine the results.
 
-        `MergeExtension` is this project's extension of vLLM's worker class; `method` is the name of its method, and
-        `args` and `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). Of counts of
-        logit rows with NaN or infinity, the result is the maximum. Counts of elements read are added up, and different
-        texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or in the number of
-        merges that were written into them.
+        The class is this project's extension of vLLM's worker class; `method` is the name of its method, and `args` and
+        `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). For counts of logit
+        rows with NaN or infinity, the result is the maximum over the ranks. For counts of elements read, the result is
+        the sum. Different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or
+        in the number of merges that were written into them.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)
@@ -626,8 +627,8 @@ class Engine:
 def _result(reading: Reading, output: Any) -> Read:
     """Extract the log-probabilities that `reading`, a prompt, asks for from vLLM's `output` for the prompt.
 
-    With each log-probability, the result says whether the token is the likeliest in its place. This is so if vLLM gives
-    it rank 1.
+    With each log-probability, the result says whether the token is the likeliest in its place, that is, whether vLLM
+    gives the token rank 1.
     """
     rows: tuple[Scored, ...] = ()
     if reading.num_rows:  # the last ones: vLLM may also give those of other tokens of the prompt

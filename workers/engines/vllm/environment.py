@@ -27,8 +27,9 @@ RANKS_END_S = 120
 def engine_environment(options: EngineOptions, environment: Mapping[str, str] | None = None) -> dict[str, str]:
     """Environment variables to set for an engine's process, before torch is imported.
 
-    `options` are the engine's options. `environment` has the variables that are set already. These variables keep their
-    values and are left out of the result, except for a few that are always replaced.
+    `options` are the engine's options. `environment` has the variables that are set already; None means the variables
+    of this process. These variables keep their values and are left out of the result, except for a few that are always
+    replaced.
     """
     threads = options.threads or max(1, (len(os.sched_getaffinity(0)) - 1) // options.tensor_parallel_size)
     defaults = {
@@ -57,7 +58,7 @@ def let_llvmlite_be_inspected() -> None:
     """Fix llvmlite's library handle so that vLLM can inspect its attributes.
 
     vLLM inspects every object in the loaded modules. The handle, which is loaded with Numba, treats every unknown
-    attribute, even `__dict__`, as a function of the library, which makes vLLM fail.
+    attribute, even `__dict__`, as a function of the library, so that vLLM fails.
     """
     ffi = sys.modules.get("llvmlite.binding.ffi")
     if ffi is None:

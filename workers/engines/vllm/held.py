@@ -1,7 +1,7 @@
 """Writing of merges over the weights of the model in vLLM's worker, in place.
 
-`HeldWeights` writes merges with the layers of the base model. `paths.held.HeldPath` writes layer paths, whose layers
-come in any order from a pool of layers.
+The class `HeldWeights` writes merges with the layers of the base model. The class `paths.held.HeldPath` writes layer
+paths, whose layers come in any order from a pool of layers.
 """
 
 from __future__ import annotations
@@ -112,8 +112,8 @@ class HeldWeights:
     def _check_written(self, parameters: Collection[str]) -> None:
         """Raise RuntimeError if some elements of `parameters`, or of the model's buffers, have never been written.
 
-        `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only buffers that
-        `mark_unwritten` has filled are checked.
+        The method `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only
+        buffers that this method has filled are checked.
         """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
@@ -163,10 +163,10 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select the parameters, by the names `parameters`, that must be written before the model can be used.
+        """Select the names in `parameters` of the parameters that must be written before the model can be used.
 
-        This class selects all names. Writing a merge fails if a selected parameter was never written, neither by this
-        swap nor by an earlier one.
+        This class returns all names. Writing a merge fails if one of the returned parameters was never written, neither
+        by this swap nor by an earlier swap.
         """
         return set(parameters)
 
@@ -278,7 +278,7 @@ class HeldWeights:
 def _is_random(buffer: torch.Tensor) -> bool:
     """Whether a buffer may have vLLM's random initial values, so that nothing was computed into it yet.
 
-    This is assumed if all values are in the range of these random numbers, and not all are zero.
+    The result is True if all values are in the range of these random numbers, and not all are zero.
     """
     largest = float(buffer.abs().max()) if buffer.numel() else 0.0
     return 0 < largest <= RANDOM
@@ -340,7 +340,7 @@ def _comparable(packed: Mapping[str, torch.nn.Module]) -> frozenset[str]:
 def _derive_of(module: torch.nn.Module) -> Any:
     """Find the method of an attention module that updates its kernel's copies of weights.
 
-    Some attention kernels compute with a copy of weights in another dtype, which must follow when the weights change.
-    The method takes the dtype, and updates the copies in place. Returns None for a module without this method.
+    Some attention kernels compute with a copy of weights in another dtype; the copy must be updated when the weights
+    change. The method takes the dtype, and updates the copies in place. Returns None for a module without this method.
     """
     return getattr(getattr(module, "impl", None), "process_weights_after_loading", None)

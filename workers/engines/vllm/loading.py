@@ -57,7 +57,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
     - `copies`: if False, nothing is copied to the model; then tensors without contents are enough to find out where the
       loader would write
 
-    `seconds` is the time spent computing the tensors.
+    The attribute `seconds` is the time spent computing the tensors.
 
     If the loader only copies a tensor, as a whole or a shard of it, to a part of a parameter, this part is the tensor's
     destination. The tensor can later be written there without the loader. A tensor has no destination if the loader
@@ -84,7 +84,7 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @property
     def destinations(self) -> dict[str, Destination | None]:
-        """The part of a parameter's memory into which vLLM's weight loader has copied each tensor, by the tensor.
+        """The part of a parameter's memory into which vLLM's weight loader has copied each tensor, keyed by its name.
 
         The value is None for a tensor that only the loader can write, because it does more than copy the elements to
         one part.

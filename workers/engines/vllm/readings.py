@@ -60,11 +60,11 @@ class Reading:
 
 @dataclass(frozen=True)
 class Read:
-    """Log-probabilities that the engine returned for one planned prompt (`Reading`).
+    """Log-probabilities that the engine returned for one planned prompt (class `Reading`).
 
     Each log-probability is in a pair: (log-probability of a token, whether the token is the likeliest in its place).
     `rows` has the pairs of the prompt's own tokens, from the index `start` of the reading on. `choices` has the pairs
-    of the tokens that may follow the prompt, by token id.
+    of the tokens that may follow the prompt, keyed by token id.
     """
 
     rows: tuple[Scored, ...]
@@ -74,9 +74,9 @@ class Read:
 class ReadingPlan:
     """Prompts ("readings") that together give the log-probability of every scored token of `continuations`.
 
-    A continuation is a text whose beginning (context) is given and whose end is scored. `readings` are in the order in
-    which an engine should read them. `block` is the number of tokens in a block of the engine's prefix cache, which
-    keeps whole blocks only; 0 means that there is no prefix cache.
+    A continuation is a text whose beginning (context) is given and whose end is scored. The attribute `readings` has
+    the prompts in the order in which an engine should read them. `block` is the number of tokens in a block of the
+    engine's prefix cache, which keeps whole blocks only; 0 means that there is no prefix cache.
 
     Without a prefix cache, every continuation is read with its whole prompt; continuations that differ only in their
     last token share a prompt. With a prefix cache, continuations of one context share the beginning of the prompt, and
@@ -108,8 +108,8 @@ class ReadingPlan:
         """The log-probabilities of the scored tokens of each continuation, from the engine's `results`.
 
         A continuation is a text whose end is scored. `results` are the engine's results for the planned prompts, in the
-        order of `readings`. The result has, for each continuation, a list of pairs (log-probability of a token, whether
-        the token is the likeliest in its place).
+        order of the attribute `readings`. The result has, for each continuation, a list of pairs (log-probability of a
+        token, whether the token is the likeliest in its place).
         """
         found = dict(zip(self._order, results, strict=True))
 
@@ -158,7 +158,7 @@ class ReadingPlan:
 
 
 def _num_shared(tails: Sequence[Tokens]) -> int:
-    """Length of the longest common prefix of several token sequences (`tails`)."""
+    """Length of the longest common prefix of the token sequences in `tails`."""
     places = enumerate(zip(*tails, strict=False))
     return next((place for place, tokens in places if len(set(tokens)) > 1), min(map(len, tails)))
 

@@ -1,8 +1,8 @@
 """Checks whether vLLM can run a model, by the model's configuration, before weights are downloaded or an engine starts.
 
-The installed vLLM decides in a separate process (`capabilities`), in parallel with the other checks. Importing vLLM
-takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support is
-unknown.
+The installed vLLM decides in a separate process (module `capabilities`), in parallel with the other checks. Importing
+vLLM takes seconds, so answers are cached by version and configuration. Without vLLM the answer is a note that support
+is unknown.
 """
 
 from __future__ import annotations
@@ -143,7 +143,7 @@ class CapabilityProbe:
 def capability(answer: Mapping[str, Any], *, vllm: str) -> Capability:
     """Decide whether vLLM can run a model, and write the message about it for users.
 
-    `answer` is the result of `capabilities.describe` for the model, and `vllm` is the version of vLLM.
+    `answer` is the result of the function `capabilities.describe` for the model, and `vllm` is the version of vLLM.
     """
     asked = f"architecture {answer['asked'] or '(none)'} (config.json)"
     wanted = f"expected a model that generates text, of an architecture such as {EXAMPLES}"

@@ -63,14 +63,15 @@ class MergeExtension:
     ) -> str:
         """Open the source weights (the bank), and start to count logit rows that contain NaN or infinite values.
 
-        - `family`: the base and the experts, as JSON in the form of `family_to_json`
+        - `family`: the base and the experts, as JSON in the form of the function `family_to_json`
         - `placements`: the possible placements of the weights; the first placement with enough memory is used
         - `scratch_bytes`: the memory for merging a tensor, which a GPU must have in addition
         - `reason`: a text that says why the first placement was chosen
-        - `keeps_ranks`: whether the bank caches the ranks of magnitudes that the method DELLA needs
-          (`bank.Bank.keep_ranks`)
+        - `keeps_ranks`: whether the bank caches the ranks of magnitudes that the method DELLA needs (method
+          `bank.Bank.keep_ranks`)
         - `ranks`: the number of processes of the engine
-        - `is_shared`: whether the processes of this node share statistics and host memory of the sources (`bank.Bank`)
+        - `is_shared`: whether the processes of this node share statistics and host memory of the sources (class
+          `bank.Bank`)
         - `max_recent_bytes`: the host memory for statistics of several sources; None is the bank's own limit
 
         Returns the bank's fingerprint, a digest of the contents of all source models.
@@ -152,7 +153,7 @@ class MergeExtension:
         written again. If a GPU has too little memory for merging, the merge is computed on the CPU. From the beginning
         of the write until it has succeeded, the engine reports no digest.
 
-        Returns a dict with the keys of `mergesearch_held` and these:
+        Returns a dict with the keys of the result of the method `mergesearch_held`, and these keys:
 
         - tensors_written: the number of tensors that were written
         - materialise_s, swap_s: the seconds for computing the merge, and for everything else
@@ -161,10 +162,11 @@ class MergeExtension:
         - whole: text that says how many tensors this rank computed as a whole instead of only the elements that it
           holds, and why, or ""
         - elements_read: the number of elements of the sources that this rank read
-        - bank: the summary of the source weights (`bank.Bank.summary`), with the reason for their placement
+        - bank: the summary of the source weights (method `bank.Bank.summary`), with the reason for their placement
 
-        If the merge could not be written, the dict has the keys of `mergesearch_held` and one of the following, with
-        the reason. No exception is raised, because with several ranks it would lose its class.
+        If the merge could not be written, the dict has the keys of the result of the method `mergesearch_held`, and one
+        of the following keys, whose value is the reason. No exception is raised, because with several ranks it would
+        lose its class.
 
         - refused: the recipe cannot be merged
         - changed: files of the sources have changed
@@ -278,10 +280,10 @@ def open_bank(
 ) -> Bank:
     """Open the source weights of a base model and its experts (a family); return the bank, the object that holds them.
 
-    `family` is the description of these models, as JSON in the form of `family_to_json`. A process has one bank, for
-    the family that was opened last. If this family is open already, its bank is returned. In a process that has an
-    engine, this is the engine's bank. In any other process, for example one that compares the engine with transformers
-    (canary), it is a bank of mapped files that merges on the CPU.
+    `family` is the description of these models, as JSON in the form of the function `family_to_json`. A process has one
+    bank, for the family that was opened last. If this family is open already, its bank is returned. In a process that
+    has an engine, this is the engine's bank. In any other process, for example one that compares the engine with
+    transformers (canary), it is a bank of mapped files that merges on the CPU.
 
     `device` is the device that computes merges. The weights are kept in the first of `placements` that has enough
     memory for them; a GPU must also have `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared

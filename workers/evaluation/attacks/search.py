@@ -41,7 +41,7 @@ class PromptAttack:
 
     @property
     def most_queries(self) -> int:
-        """The largest number of templates that an attack on one model can score."""
+        """The largest number of templates that may be scored in one attack on one model."""
         option, num_words = self.option, len(self.original.words)
         if isinstance(option, StressAttack):
             most = len(SENTENCES)
@@ -54,9 +54,9 @@ class PromptAttack:
 class Attacked:
     """The result of an attack on one model: the template that it found, and the model's metric with it.
 
-    - `template`: the changed template that the attack chose, whose metric is lower than the metric of the original
-      template; the original template if no changed template has a lower metric. An attack that appends sentences always
-      gives the worst changed template.
+    - `template`: the changed template with the lowest metric that the attack found. If no changed template has a lower
+      metric than the original template, an attack that appends sentences still gives the worst changed template, and
+      every other attack gives the original template.
     - `value`: the metric with `template`
     - `num_queries`: the number of changed templates that were scored
     - `is_cut`: whether the limit `max_queries` ended the attack
@@ -71,7 +71,7 @@ class Attacked:
 class Replacements(Protocol):
     """Interface of a model that proposes replacements for single words of a prompt template.
 
-    `masked_model.MaskedModel` is such a model.
+    The class `masked_model.MaskedModel` implements this interface.
     """
 
     def words(self, current: Template, index: int, *, original: Template, option: BertAttack) -> Sequence[str]:
@@ -104,7 +104,7 @@ def search(
         clean: The metric with the original template.
         seed: Fixes random changes.
         lowest: The lowest possible value of the metric.
-        replacements: The model that proposes words; attacks of the kind "bert" need it.
+        replacements: The model that proposes words. Attacks of the kind "bert" need it; other attacks do not use it.
     """
     option, original = attack.option, attack.original
     queries = _Queries(option.max_queries)
@@ -181,7 +181,7 @@ def _changes(
 
     The function takes the present template and the index of the word among the template's pieces, and returns the words
     that may replace it. `option` has the kind and the limits of the attack: an attack of the kind "bert" asks the model
-    `replacements`, and another attack edits characters at random, as `seed` determines. `original` is the template
+    `replacements`, and any other attack edits characters at random, as `seed` determines. `original` is the template
     before any change; limits on changes refer to it.
     """
     if isinstance(option, BertAttack):

@@ -82,8 +82,8 @@ def can_fuse(dtypes: Iterable[torch.dtype], num_elements: int) -> bool:
 def merge_stored(merge: Merge, stored: Operands, out: torch.Tensor) -> None:
     """Compute a merge with its kernel, and write the result to `out`, rounded once to the dtype of `out`.
 
-    `stored` are the operands in their stored dtypes, with the statistics that the method needs; `is_fused` must have
-    returned True for them. `out` is contiguous and has the shape of the operands.
+    `stored` are the operands in their stored dtypes, with the statistics that the method needs; the function `is_fused`
+    must have returned True for them. `out` is contiguous and has the shape of the operands.
     """
     # Imported here because each of the two compilers takes a second to import.
     if backend(out.device) == "cuda":
@@ -111,10 +111,10 @@ def merge_shard(
 ) -> None:
     """Compute the elements of `shard` of a merge, and write them to `out`, rounded once to its dtype.
 
-    `rule` is the formula of the merge with its numbers, as `exact_rule` returns it. `tensors` and `base` are the whole
-    operands, of which only the elements of the shard are read. On a CUDA device, `tensors` and `base` may instead have
-    only the elements of the shard, in the same order. `out` is contiguous. The result has the same bits as the shard's
-    elements of the whole merge.
+    `rule` is the formula of the merge with its numbers, as the function `exact_rule` returns it. `tensors` and `base`
+    are the whole operands, of which only the elements of the shard are read. On a CUDA device, `tensors` and `base` may
+    instead have only the elements of the shard, in the same order. `out` is contiguous. The result has the same bits as
+    the shard's elements of the whole merge.
     """
     if backend(out.device) == "cuda":
         from workers.merging.kernels.cuda import merge as execute

@@ -1,7 +1,8 @@
 """Conversion of tensors and rules to arguments of compiled functions: flat NumPy arrays and NumPy numbers.
 
 NumPy has no bfloat16, and Numba has no arithmetic with float16 on CPU. Tensors of these dtypes are represented by
-arrays of 16-bit words: bfloat16 by uint16, float16 by int16. `elements.value` and `elements.rounded` convert the words.
+arrays of 16-bit words: bfloat16 by uint16, float16 by int16. The functions `elements.value` and `elements.rounded`
+convert the words.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ WORDS = {torch.float32: torch.float32, torch.bfloat16: torch.uint16, torch.float
 def as_array(tensor: torch.Tensor) -> np.ndarray:
     """The memory of a contiguous tensor as a flat NumPy array that compiled code reads.
 
-    bfloat16 and float16 elements are represented by words of 16 bits, which `operations.value` converts to numbers.
+    bfloat16 and float16 elements are represented by words of 16 bits, which the function `operations.value` converts to
+    numbers.
     """
     words = WORDS[tensor.dtype]
     flat = (tensor.detach() if tensor.requires_grad else tensor).view(-1)
@@ -32,7 +34,7 @@ def as_array(tensor: torch.Tensor) -> np.ndarray:
 
 
 def as_arrays(tensors: Sequence[torch.Tensor]) -> tuple[np.ndarray, ...]:
-    """The tensors as flat NumPy arrays of one dtype that compiled code reads (`as_array`).
+    """The tensors as flat NumPy arrays of one dtype that compiled code reads (function `as_array`).
 
     If the dtypes differ, all tensors are converted to float32, because a loop over the arrays is compiled for one
     dtype.

@@ -1,8 +1,9 @@
 """Fused merge kernels for CPU: one pass over the operands, no temporaries, bit-identical to the PyTorch methods.
 
-There is one pass, `_merge`, which Numba compiles for every rule (`rules`), number of sources and dtype. The rule's type
-selects its formula (`formulas`), the elements that it keeps (`sparsity`) and the elements that it leaves undecided
-(`thresholds`). Elements do not depend on each other, so the number of threads changes no bit.
+There is one pass, the function `_merge`, which Numba compiles for every rule (module `rules`), number of sources and
+dtype. The rule's type selects its formula (module `formulas`), the elements that it keeps (module `sparsity`) and the
+elements that it leaves undecided (module `thresholds`). Elements do not depend on each other, so the number of threads
+changes no bit.
 """
 
 from __future__ import annotations
@@ -41,8 +42,8 @@ def merge(
 
     Some rules keep only elements whose magnitude reaches a threshold, and state only a lower and an upper bound of it.
     Without `shard`, the elements between the bounds are collected, the exact threshold is found among them, and these
-    elements are merged with the exact threshold. With `shard`, the rule must have exact thresholds (`exact`), because
-    the elements between the bounds may be in other shards.
+    elements are merged with the exact threshold. With `shard`, the rule must have exact thresholds (function `exact`),
+    because the elements between the bounds may be in other shards.
     """
     xs, merged = as_arrays(tensors), as_array(out)
     if isinstance(rule, rules.Important):

@@ -35,14 +35,14 @@ def merge(
 ) -> None:
     """Merge tensors on a CUDA device by a rule, and write the result to `out`, without waiting for the device.
 
-    A rule is the formula of a merge with its numbers, as plain data; the merge must be by a method in
+    A rule is the formula of a merge with its numbers, as plain data; the merge must be by a method in the constant
     `lowering.ON_CUDA`. `tensors` are the sources, and `base` is the base's tensor or None if the rule does not use it.
     All tensors are contiguous and have fewer than 2^32 elements.
 
     With `shard`, only the elements of the shard are computed, and `out` has only these elements. Then `tensors` and
     `base` are either all whole, or all have only the elements of the shard, in the same order. The thresholds of the
-    rule must be exact (`kernels.exact_rule`), because elements between two bounds of a threshold may be in other
-    shards.
+    rule must be exact (function `kernels.exact_rule`), because elements between two bounds of a threshold may be in
+    other shards.
     """
     xs, size = tuple(tensors), out.numel()
     at = _Places.of(shard, out.device, is_packed=all(tensor.numel() == size for tensor in xs))
@@ -259,7 +259,7 @@ def _ties(  # type: ignore[no-untyped-def]
     base, xs, lows, low_marks, highs, high_marks, factors, lambdas, out, found, count, most, size, first, run, stride,
     SHARD: tl.constexpr, PACKED: tl.constexpr, AT: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Triton kernel for one pass of a merge of the sources `xs` with TIES, which takes two passes.
+    """Triton kernel for one of the passes of a TIES merge of the sources `xs`.
 
     TIES keeps the elements of each source's task vector (source minus `base`) that are at a threshold or above. The
     threshold is known by two bounds. Elements strictly between the bounds are not decided yet and count as dropped in
@@ -360,7 +360,7 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
     """Whether a random mask keeps element i, for i below 2^32.
 
     `mask` points to three numbers: the low and the high 32 bits of the mask's key, and a bound. The mask keeps the
-    element if the element's hash by this key is at most the bound (`workers.merging.masks`).
+    element if the element's hash by this key is at most the bound (module `workers.merging.masks`).
     """
     drawn = element_hash(i, tl.load(mask).to(tl.uint32), tl.load(mask + 1).to(tl.uint32))
     return drawn <= tl.load(mask + 2).to(tl.uint32)
@@ -368,10 +368,10 @@ def _is_kept(i, mask):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def _marked(i, factor):  # type: ignore[no-untyped-def]
-    """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
+    """The tie-breaking mark of element i, a number that orders elements of equal magnitude; i is below 2^32.
 
-    The mark is a hash of i, multiplied modulo 2^32 by an odd number that differs between tensors (`TieOrder.factor`).
-    `factor` points to this number.
+    The mark is a hash of i, multiplied modulo 2^32 by an odd number that differs between tensors (property
+    `TieOrder.factor`). `factor` points to this number.
     """
     zero = tl.cast(0, tl.uint32)
     return element_hash(i, zero, zero) * tl.load(factor).to(tl.uint32)
@@ -379,7 +379,7 @@ def _marked(i, factor):  # type: ignore[no-untyped-def]
 
 @triton.jit
 def element_hash(i, k0, k1):  # type: ignore[no-untyped-def]
-    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (module `workers.merging.masks`).
 
     k0 and k1 are the low and the high 32 bits of the mask's key. For i from 2^32 on, the caller adds i / 2^32, rounded
     down, to k1.

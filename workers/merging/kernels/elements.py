@@ -1,7 +1,7 @@
 """Compiled functions on single elements: loading as float32, common operations, and rounding to the stored dtype.
 
-`arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only from
-arithmetic, because the bank refuses sources that contain them.
+The function `arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only
+from arithmetic, because the bank refuses sources that contain them.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def _line_past_caches(typing_context: Any, target: Any, source: Any) -> Any:
 
     Compiled code calls the function without `typing_context`, which Numba supplies. `target` is a multiple of 32.
     Merged elements need no place in the caches, because they are read much later. An ordinary store would first read
-    the memory that it overwrites, which is a third of the memory traffic of copying.
+    the memory that it overwrites; this read is a third of the memory traffic of copying.
     """
 
     def build(context: Any, builder: Any, signature: Any, arguments: Any) -> Any:
@@ -88,8 +88,8 @@ def stores_done(typing_context: Any) -> Any:
 def copied_past_caches(block: Any, out: Any, start: Any, stop: Any) -> None:
     """Copy block[: stop - start] to out[start:stop], bypassing the CPU caches where alignment and size allow it.
 
-    Both arrays have the same element type, and `start` and `stop` are unsigned integers. `stores_done` must be called
-    after the last copy.
+    Both arrays have the same element type, and `start` and `stop` are unsigned integers. The function `stores_done`
+    must be called after the last copy.
     """
     item = np.uint64(block.itemsize)
     target = np.uint64(out.ctypes.data) + start * item
@@ -194,8 +194,9 @@ def _as_float16(number: Any, like: Any) -> Any:
 def variance_of(base: Any, xs: Any, i: Any) -> Any:
     """The variance of element i over its values in all task vectors; a task vector is xs[s] minus `base`.
 
-    `base` and `xs` are the arrays of the base and the sources, in the form of `arguments.as_array`. The result has the
-    same bits as the result of `methods.competition.variance`. Callable only in compiled code.
+    `base` and `xs` are the arrays of the base and the sources, as the function `arguments.as_array` makes them. The
+    result has the same bits as the result of the function `methods.competition.variance`. Callable only in compiled
+    code.
     """
     b, count = value(base[i]), np.float32(len(xs))
     first = value(xs[0][i]) - b
@@ -234,7 +235,7 @@ def has_sign_of(number: Any, total: Any) -> Any:
     """Whether the float32 `number` has the sign of `total`; a `total` of zero counts as positive.
 
     The result is False if `number` is zero. The function flips the number's sign if `total` is negative, and compares
-    it with zero. This takes less time than two comparisons and a choice.
+    it with zero. These operations take less time than two comparisons and a choice.
     """
     return _float(U32(bits_of(number) ^ (U32(0) if total >= ZERO else TOP))) > ZERO
 
@@ -244,7 +245,7 @@ def reaches(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element's magnitude is at a threshold or above it; hashes ("marks") break ties.
 
     The element has the magnitude `size`. `turned` is its mark, a hash that orders elements of equal magnitude, in the
-    form in which `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
+    form in which the function `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned >= I32(low_mark ^ TOP) else following(low))
 
@@ -254,7 +255,7 @@ def passes(size: Any, turned: Any, low: Any, low_mark: Any) -> Any:
     """Whether an element's magnitude is above a threshold; hashes ("marks") break ties.
 
     The element has the magnitude `size`. `turned` is its mark, a hash that orders elements of equal magnitude, in the
-    form in which `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
+    form in which the function `turned_mark` returns it. The threshold is the magnitude `low` with the mark `low_mark`.
     """
     return size >= (low if turned > I32(low_mark ^ TOP) else following(low))
 
@@ -273,17 +274,17 @@ def is_kept(i: Any, k0: Any, k1: Any, bound: Any) -> Any:
     """Whether a random mask keeps element i, for i below 2^32.
 
     The mask keeps the element if the element's hash is at most `bound`. k0 and k1 are the low and the high 32 bits of
-    the mask's key, from which the hash is computed (`workers.merging.masks`).
+    the mask's key, from which the hash is computed (module `workers.merging.masks`).
     """
     return hashed(i, k0, k1) <= bound
 
 
 @numba.njit(**IN_PLACE)
 def marked(i: Any, factor: Any) -> Any:
-    """The tie-breaking mark of element i, for i below 2^32, which orders elements of equal magnitude.
+    """The tie-breaking mark of element i, a number that orders elements of equal magnitude; i is below 2^32.
 
-    The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors
-    (`TieOrder.factor`). Only the factor depends on the tensor, so compiled code computes the hash of i once for the
+    The mark is a hash of i, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (property
+    `TieOrder.factor`). Only the factor depends on the tensor, so compiled code computes the hash of i once for the
     tensors of all sources.
     """
     return U32(hashed(i, U32(0), U32(0)) * factor)
@@ -303,7 +304,7 @@ def turned_mark(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def hashed(i: Any, k0: Any, k1: Any) -> Any:
-    """The hash of element i; by this hash, a random mask keeps or drops the element (`workers.merging.masks`).
+    """The hash of element i; by this hash, a random mask keeps or drops the element (module `workers.merging.masks`).
 
     i is below 2^32. k0 and k1 are the low and the high 32 bits of the mask's key.
     """

@@ -24,7 +24,7 @@ def element(rule: Any, base: Any, xs: Any, i: Any) -> Any:
     """Compute element i of a merge in float32, by the formula that belongs to the type of `rule`.
 
     A rule has the numbers of a merge's formula, such as the weights of the sources. `base` and `xs` are the arrays of
-    the base and the sources, in the form of `arguments.as_array`. Callable only in compiled code.
+    the base and the sources, as the function `arguments.as_array` makes them. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -188,7 +188,7 @@ def _elected(sparse: Any, base: Any, xs: Any, i: Any) -> Any:
     """The elected sign of element i: the sign of the sum of the sources' sparse task vectors, 1, -1 or 0.
 
     `sparse` is the rule that says which elements of a task vector are kept and which are set to zero. `base` and `xs`
-    are the arrays of the base and the sources, in the form of `arguments.as_array`.
+    are the arrays of the base and the sources, as the function `arguments.as_array` makes them.
     """
     b, total = value(base[i]), ZERO
     for s in range(len(xs)):

@@ -1,7 +1,7 @@
 """Operations on single elements, the building blocks of the formulas of merge rules; Numba compiles them into kernels.
 
-This module does not import Numba, so that a rule can be defined beside the method that uses it (`lowering`) without
-loading the compiler at start-up. `elements` has the compiled form of each operation.
+This module does not import Numba, so that a rule can be defined beside the method that uses it (package `lowering`)
+without loading the compiler at start-up. The module `elements` has the compiled form of each operation.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """CPU reductions over tensors in one pass (sums, counts, checksums), for methods whose coefficients need them.
 
-Sums are in float64 and in the order of `methods.arithmetic.total`, bit for bit, with any number of threads: each thread
-starts at the beginning of a block, and compiled functions write a sum for each block.
+Sums are in float64 and in the order of the function `methods.arithmetic.total`, bit for bit, with any number of
+threads: each thread starts at the beginning of a block, and compiled functions write a sum for each block.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ Tensors = Sequence[torch.Tensor]
 def inner_product(first: torch.Tensor, second: torch.Tensor, base: torch.Tensor | None) -> float:
     """Inner product of the contiguous CPU tensors `first` and `second` or, with `base`, of their differences from it.
 
-    The result has the same bits as the result of `methods.arithmetic.inner_products`.
+    The result has the same bits as the result of the function `methods.arithmetic.inner_products`.
     """
     x, y = as_array(first), as_array(second)
     b = x if base is None else as_array(base.contiguous())
@@ -115,8 +115,8 @@ class _Spread(NamedTuple):
 
     The lower bound is the variance `low` with the tie-breaking mark `low_mark`; the upper bound is `high` with
     `high_mark`. A mark is a number that orders elements of equal variance, and `factor` is the number from which the
-    elements' marks are computed. `by` says how an element is compared with the threshold: by variance and mark
-    (`ByMark`), or by variance alone (`ByMagnitude`).
+    elements' marks are computed. `by` says how an element is compared with the threshold: by variance and mark (class
+    `ByMark`), or by variance alone (class `ByMagnitude`).
     """
 
     by: Any
@@ -151,7 +151,7 @@ def weighted_words(words: torch.Tensor, weight: int) -> int:
     """A checksum of a tensor's bytes: the sum over i of words[i] * (i * weight | 1), modulo 2^64.
 
     `words` are the bytes as contiguous int64. The factor i * weight | 1 differs between words, so that exchanging two
-    words changes the sum. The operator | is a bitwise or, which makes every factor odd.
+    words changes the sum. The operator | is a bitwise or, so every factor is odd.
     """
     array = words.view(-1).numpy().view(np.uint64)
     sums = run(_weighted_words, [(array, U64(weight), *part) for part in pieces(array.size, BLOCK)])

@@ -64,7 +64,7 @@ class Whole(NamedTuple):
 class ByMark(NamedTuple):
     """Comparison of elements with a threshold by magnitude and, for equal magnitudes, by a tie-breaking hash ("mark").
 
-    Kernels compare elements in this way if many elements have the magnitude of the threshold.
+    Kernels compare elements in this way if many elements have the magnitude of the threshold. The module
     `workers.merging.order_statistics` defines marks.
     """
 
@@ -88,13 +88,13 @@ class Trimmed(NamedTuple):
     """Sparsification that keeps the elements of each task vector whose magnitudes reach a threshold.
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. A threshold is a
-    magnitude with a tie-breaking mark, a number that orders elements of equal magnitude (`order_statistics.Threshold`).
-    Each threshold is known by a lower and an upper bound. If the bounds are equal, they are the threshold. Otherwise
-    the threshold is the magnitude and mark of one of the elements strictly between the bounds. All fields except `by`
-    have a number for each source:
+    magnitude with a tie-breaking mark, a number that orders elements of equal magnitude (class
+    `order_statistics.Threshold`). Each threshold is known by a lower and an upper bound. If the bounds are equal, they
+    are the threshold. Otherwise the threshold is the magnitude and mark of one of the elements strictly between the
+    bounds. All fields except `by` have a number for each source:
 
-    - `by`: how elements are compared with the threshold, by magnitude and mark (`ByMark`) or by magnitude alone
-      (`ByMagnitude`)
+    - `by`: how elements are compared with the threshold, by magnitude and mark (class `ByMark`) or by magnitude alone
+      (class `ByMagnitude`)
     - `lows`, `low_marks`: the magnitude and mark of the lower bound
     - `highs`, `high_marks`: the magnitude and mark of the upper bound
     - `ranks`: the index of the threshold's element, if the elements between the bounds are sorted in ascending order
@@ -120,8 +120,8 @@ class Between(NamedTuple):
     The exact threshold may be unknown. The rule then has two bounds, and the threshold is the magnitude and mark of one
     of the elements strictly between the bounds. If the two bounds are equal, they are the threshold.
 
-    - `by`: how elements are compared with the lower threshold: by magnitude and mark (`ByMark`) or by magnitude alone
-      (`ByMagnitude`)
+    - `by`: how elements are compared with the lower threshold: by magnitude and mark (class `ByMark`) or by magnitude
+      alone (class `ByMagnitude`)
     - `lows`, `low_marks`: for each source, the magnitude and mark of the threshold's lower bound
     - `highs`, `high_marks`: for each source, the magnitude and mark of the threshold's upper bound
     - `ranks`: for each source, the place of the threshold's element among the elements between the bounds, in ascending
@@ -148,8 +148,8 @@ class Dropped(NamedTuple):
     """Sparsification that keeps random elements of each task vector, and multiplies them by a factor (DARE).
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. All fields have
-    a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks
-    (`workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`.
+    a number for each source. `k0s` and `k1s` are the low and high 32 bits of the keys of random masks (module
+    `workers.merging.masks`). An element is kept if its hash by the mask's key is at most the number in `bounds`.
     `scales` has the factors.
     """
 
@@ -167,7 +167,7 @@ class Sampled(NamedTuple):
     - `ranks`: the rank of each magnitude in its row, where the smallest magnitude has rank 0
     - `starts`, `origins`, `steps`: three numbers that give the probability of keeping an element from its rank: start +
       |rank - origin| step, in float64
-    - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (`workers.merging.masks`)
+    - `k0s`, `k1s`: the low and high 32 bits of the keys of random masks (module `workers.merging.masks`)
     - `scales`: the factor of kept elements
     - `is_divided`: whether kept elements are also divided by their probability (1) or not (0)
     """
@@ -208,7 +208,7 @@ class Sum(NamedTuple):
     """Rule for a merge kernel: the base, to which the scaled task vectors are added one after another.
 
     The result is b + f_1 tau_1 + f_2 tau_2 + ..., added in this order. b is the base. tau_s is the task vector of
-    source s, whose elements are kept or dropped by the rule `sparse`, and f_s is its number in `factors`.
+    source s after the sparsification in the field `sparse`, and f_s is the source's number in `factors`.
     """
 
     sparse: Sparsity
@@ -219,8 +219,7 @@ class Mean(NamedTuple):
     """Rule for a merge kernel of TIES: the base plus the scaled mean of the task vectors with the elected sign.
 
     The rule is computed for each element. The mean is multiplied by `lambda_`. The elected sign is the sign of the sum
-    of the task vectors, after elements were dropped by the rule `sparse`. Where this sum is zero, the result is the
-    base.
+    of the task vectors, after the sparsification in the field `sparse`. Where this sum is zero, the result is the base.
     """
 
     sparse: Sparsity
@@ -231,8 +230,8 @@ class AgreeingSum(NamedTuple):
     """Rule for a merge kernel: TIES with a sum, instead of the mean, of the task vectors with the elected sign.
 
     The rule is computed for each element. The sum is multiplied by `lambda_` and added to the base. The elected sign is
-    the sign of the sum of all task vectors, after elements were dropped by the rule `sparse`. Where this sum is zero,
-    the result is the base.
+    the sign of the sum of all task vectors, after the sparsification in the field `sparse`. Where this sum is zero, the
+    result is the base.
     """
 
     sparse: Sparsity
@@ -243,8 +242,8 @@ class Weighted(NamedTuple):
     """Rule for a merge kernel: TIES with weights both in the election of signs and in the sum or mean.
 
     The rule is computed for each element. The result is the base plus `lambda_` times the sum or mean of the weighted
-    task vectors that have the elected sign. A weighted task vector is a task vector, after elements were dropped by the
-    rule `sparse`, times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors;
+    task vectors that have the elected sign. A weighted task vector is a task vector, after the sparsification in the
+    field `sparse`, times its number in `weights`. The elected sign is the sign of the sum of all weighted task vectors;
     it is positive if this sum is zero. If `normalize` is 1, the sum of the weighted task vectors that have the elected
     sign is divided by the sum of their weights.
     """
@@ -259,8 +258,8 @@ class WeightedMean(NamedTuple):
     """Rule for a merge kernel: TIES with weights in the mean, but not in the election of signs (PEFT).
 
     The weighted sum of the task vectors that have the elected sign is divided by the number of these task vectors, and
-    added to the base. The rule is computed for each element of the task vectors, after elements were dropped by the
-    rule `sparse`. The elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is
+    added to the base. The rule is computed for each element of the task vectors, after the sparsification in the field
+    `sparse`. The elected sign is the sign of the unweighted sum of all task vectors; it is positive if this sum is
     zero.
     """
 
@@ -272,7 +271,7 @@ class Interpolation(NamedTuple):
     """Rule for a merge kernel: TIES with a weighted mean of the task vectors that have the elected sign.
 
     The method `m3_ties` has this rule: the base plus `lambda_` times the mean. The rule is computed for each element of
-    the task vectors, after elements were dropped by the rule `sparse`. The elected sign is the sign of the sum of all
+    the task vectors, after the sparsification in the field `sparse`. The elected sign is the sign of the sum of all
     task vectors. Where this sum is zero, the result is the base. The weights are divided by the sum of the weights of
     the task vectors that have the elected sign. If only one task vector has the elected sign, it is used instead of the
     mean, even if its weight is 0.
@@ -288,9 +287,9 @@ class Agreed(NamedTuple):
 
     Where at least `agreement` sources agree, the result is the base plus lambda m, with m the merged task vector and
     lambda the field `lambda_`. Elsewhere the result is the base. Source s agrees if |tau_s| >= w_s |m - tau_s|, where
-    tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If `sparse` is
-    `Whole`, which keeps every element, m is the sum of all tau_s. Otherwise m is the mean of those task vectors that
-    have the sign of their sum, after elements were dropped by the rule `sparse`.
+    tau_s is the difference of the source from the base, and w_s is its number in `mask_lambdas`. If the field `sparse`
+    is a Whole, which keeps every element, m is the sum of all tau_s. Otherwise m is the mean of those task vectors that
+    have the sign of their sum, after the sparsification in the field `sparse`.
     """
 
     sparse: Sparsity
@@ -320,9 +319,9 @@ class Variable(NamedTuple):
     zero, the result is the base.
 
     The threshold consists of the variance `threshold` and the tie-breaking mark `mark`. A mark is a number that orders
-    elements of equal variance (`workers.merging.order_statistics`); the marks of elements are computed from `factor`.
-    `by` says whether elements are compared with the threshold by variance and mark (`ByMark`), or by variance alone
-    (`ByMagnitude`).
+    elements of equal variance (module `workers.merging.order_statistics`); the marks of elements are computed from
+    `factor`. `by` says whether elements are compared with the threshold by variance and mark (class `ByMark`), or by
+    variance alone (class `ByMagnitude`).
     """
 
     by: Comparison
@@ -335,11 +334,11 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule for a merge kernel of SCE as in mergekit: a weighted mean of task vectors at the most variable elements.
 
-    The rule differs from `Variable` at sums of zero and for small weights. The rule is computed for each element. If
-    the variance of the element between the task vectors is below a threshold, the result is the base. Otherwise the
-    result is the base plus the mean, with the weights `weights`, of the task vectors that have the elected sign. The
-    elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The divisor of the mean
-    is the sum of the weights of the task vectors that have the elected sign, but at least `least`.
+    The rule differs from the rule `Variable` at sums of zero and for small weights. The rule is computed for each
+    element. If the variance of the element between the task vectors is below a threshold, the result is the base.
+    Otherwise the result is the base plus the mean, with the weights `weights`, of the task vectors that have the
+    elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The
+    divisor of the mean is the sum of the weights of the task vectors that have the elected sign, but at least `least`.
 
     The threshold consists of the variance `threshold` and `mark`, a number that orders elements of equal variance; the
     marks of elements are computed from `factor`. `by` says whether elements are compared with the threshold by variance
@@ -358,7 +357,8 @@ class Important(NamedTuple):
     """Rule for a kernel of Arcee Fusion, which takes important elements from the second of two sources.
 
     theta_1 and theta_2 are the two sources. `rows` has a number for each row. An element is important if |theta_2 -
-    theta_1|, times the number of its row, is at least `threshold`. The product is computed in float32.
+    theta_1|, times the number of its row, is at least `threshold`; the product is computed in float32. The result has
+    the important elements of theta_2, and all other elements of theta_1.
     """
 
     threshold: float
@@ -374,8 +374,8 @@ def comparisons(*each: Iterable[Trim]) -> list[Comparison]:
 
     Marks are hashes that order elements of equal magnitude. A rule has one or two thresholds for each source, a lower
     and an upper one for example. Each argument is for one kind of threshold, and contains one `Trim` per source. The
-    result contains one comparison per argument. If at least one `Trim` is tied (`Trim.is_tied`), all comparisons use
-    magnitudes and marks (`ByMark`). Otherwise all comparisons use magnitudes alone (`ByMagnitude`).
+    result contains one comparison per argument. If at least one `Trim` is tied (field `Trim.is_tied`), all comparisons
+    use magnitudes and marks (class `ByMark`). Otherwise all comparisons use magnitudes alone (class `ByMagnitude`).
     """
     rows = [list(trims) for trims in each]
     if any(trim.is_tied for row in rows for trim in row):
@@ -387,8 +387,8 @@ def bounds(trims: Iterable[Trim]) -> tuple[Numbers, Words, Numbers, Words, Words
     """Split the bounds of several sources' thresholds into the fields of a kernel rule, one tuple for each field.
 
     `trims` has, for each source, a lower and an upper bound of its threshold. The result contains the values of the
-    fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of `Trimmed`, in this order. Each value is a tuple
-    with one number for each source.
+    fields `lows`, `low_marks`, `highs`, `high_marks` and `ranks` of the class `Trimmed`, in this order. Each value is a
+    tuple with one number for each source.
     """
     rows = [
         (trim.low.magnitude, trim.low.mark, trim.high.magnitude, trim.high.mark, trim.num_smaller) for trim in trims

@@ -1,8 +1,9 @@
 """CPU sorting and selection of numbers that are computed from the elements of tensors, such as magnitudes.
 
 Numbers are sorted in pieces, so that sorting takes bounded memory; a single rank is selected without sorting. Equal
-numbers are ordered by the marks of their elements (`workers.merging.order_statistics`). Sorting uses words: a word is
-an integer of 64 bits, with the bits of a float32 number in its upper half and the element's mark in its lower half.
+numbers are ordered by the marks of their elements (module `workers.merging.order_statistics`). Sorting uses words: a
+word is an integer of 64 bits, with the bits of a float32 number in its upper half and the element's mark in its lower
+half.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ def ascending_magnitudes(
 
     A piece is a pair of arrays (magnitudes in float32, marks in uint32), valid until the next piece is taken. The
     tensors are on CPU. Equal magnitudes are in the order of their marks. The mark of an element is a hash of its index,
-    multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (`TieOrder.factor`).
+    multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (property `TieOrder.factor`).
     """
     return map(_split, _ascending(_Magnitude(as_array(source), as_array(base), U32(factor))))
 
@@ -68,7 +69,7 @@ def ascending_variances(
     Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
     float32, marks in uint32), valid until the next piece is taken. Equal variances are in the order of their marks. The
     mark of an element is a hash of its index, multiplied modulo 2^32 by `factor`, an odd number that differs between
-    tensors (`TieOrder.factor`).
+    tensors (property `TieOrder.factor`).
     """
     return map(_split, _ascending(_Variance(as_array(base), as_arrays(sources), U32(factor))))
 
@@ -89,7 +90,7 @@ def ranks_in_rows(source: torch.Tensor, base: torch.Tensor, factor: int, ranks: 
 
     Rank 0 is the smallest magnitude. Rows have `width` elements. All tensors are on CPU. Equal magnitudes are ranked by
     the marks of their elements. A mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd
-    number that differs between tensors (`TieOrder.factor`).
+    number that differs between tensors (property `TieOrder.factor`).
     """
     x, b, places = as_array(source.contiguous()), as_array(base.contiguous()), ranks.view(-1).numpy()
     run(_ranks_in_rows, [(x, b, U32(factor), places, width, *part) for part in pieces(x.size, width)])
@@ -101,7 +102,7 @@ def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -
     The n-th largest magnitude is the threshold of merge methods that keep the n largest elements. The object finds it
     without sorting, by passes over all elements at each call. Equal magnitudes are ordered by the marks of their
     elements. A mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd number that differs
-    between tensors (`TieOrder.factor`).
+    between tensors (property `TieOrder.factor`).
     """
     return _selection(_Magnitude(as_array(source), as_array(base), U32(factor)))
 
@@ -112,7 +113,7 @@ def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, fact
     Task vectors are the differences of `sources` from `base`, on CPU. The n-th largest variance is the threshold of the
     merge method SCE, which keeps the n elements that vary most. The object finds it without sorting, by passes over all
     elements at each call. Equal variances are ordered by the marks of their elements. A mark is a hash of the element's
-    index, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (`TieOrder.factor`).
+    index, multiplied modulo 2^32 by `factor`, an odd number that differs between tensors (property `TieOrder.factor`).
     """
     return _selection(_Variance(as_array(base), as_arrays(sources), U32(factor)))
 
@@ -124,7 +125,7 @@ def magnitude_words(
 
     A word has the bits of the magnitude (float32) in its upper half and the mark of the element in its lower half. The
     mark is a hash of the element's index, multiplied modulo 2^32 by `factor`, an odd number that differs between
-    tensors (`TieOrder.factor`). `mask` is the (density, key) of a random mask; None is no mask. With a mask, a
+    tensors (property `TieOrder.factor`). `mask` is the (density, key) of a random mask; None is no mask. With a mask, a
     magnitude is divided by the density if the mask keeps the element, and is zero otherwise.
     """
     numbers = as_array(source), as_array(base), U32(factor)
@@ -149,7 +150,7 @@ class TensorWords:
     The upper half of a key is the number by which elements are ranked, such as the magnitude of an element's difference
     from the base. The lower half orders elements with equal numbers. The argument `numbers` is an object that holds the
     tensor and computes the upper halves; its class decides by which number elements are ranked. The class implements
-    `order_statistics.Words`.
+    the interface `order_statistics.Words`.
     """
 
     def __init__(self, numbers: Any) -> None:

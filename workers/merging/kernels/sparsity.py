@@ -25,9 +25,9 @@ def is_at_or_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, lo
     """Whether element i of source s, of magnitude `size`, is at a threshold or above it.
 
     The threshold is the magnitude `low` with the mark `low_mark`. Marks order elements of equal magnitude: the mark of
-    element i is a hash of i times `factor`. `by` says how the element is compared with the threshold. `ByMark` compares
-    magnitude and mark. `ByMagnitude` compares the magnitude alone; an element for which this is not sufficient counts
-    as below the threshold. Callable only in compiled code.
+    element i is a hash of i times `factor`. `by` says how the element is compared with the threshold. The class
+    `ByMark` compares magnitude and mark. The class `ByMagnitude` compares the magnitude alone; an element for which
+    this is not sufficient counts as below the threshold. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -36,9 +36,9 @@ def is_above(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, low_mark
     """Whether element i of source s, of magnitude `size`, is above a threshold.
 
     The threshold is the magnitude `low` with the mark `low_mark`. Marks order elements of equal magnitude: the mark of
-    element i is a hash of i times `factor`. `by` says how the element is compared with the threshold. `ByMark` compares
-    magnitude and mark. With `ByMagnitude`, the element is above if its magnitude is at least `by.aboves[s]`. Callable
-    only in compiled code.
+    element i is a hash of i times `factor`. `by` says how the element is compared with the threshold. The class
+    `ByMark` compares magnitude and mark. With the class `ByMagnitude`, the element is above if its magnitude is at
+    least `by.aboves[s]`. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

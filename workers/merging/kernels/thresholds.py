@@ -1,7 +1,7 @@
 """Exact magnitude thresholds, which decide whether a merge method keeps an element.
 
 A table of magnitudes gives two bounds of a threshold, and only a few elements are between them. A merge kernel collects
-these elements (`undecided`); then the exact threshold is found among them (`decided`).
+these elements (function `undecided`); then the exact threshold is found among them (function `decided`).
 """
 
 from __future__ import annotations
@@ -68,8 +68,8 @@ def is_between(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any, high: 
 
     The thresholds are `low` and `high`, each (magnitude, mark). Marks order elements of equal magnitude: the mark of
     element i is a hash of i times `factor`. `size` is the element's magnitude. `by` says how the element is compared
-    with the thresholds. `ByMark` compares magnitude and mark. `ByMagnitude` compares the magnitude alone; an element
-    for which this is not sufficient counts as between. Callable only in compiled code.
+    with the thresholds. The class `ByMark` compares magnitude and mark. The class `ByMagnitude` compares the magnitude
+    alone; an element for which this is not sufficient counts as between. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 
@@ -95,8 +95,8 @@ def most_undecided(rule: Any) -> int:
     """Upper limit for the number of a tensor's undecided elements; memory for them is allocated in advance.
 
     `rule`, the numbers of a merge's formula, has a lower and an upper bound of each of its thresholds. Elements between
-    the bounds are undecided until the exact threshold is found. There are at most `MOST_LEFT` undecided elements for
-    each threshold. The result is 0 for a rule without thresholds.
+    the bounds are undecided until the exact threshold is found. There are at most MOST_LEFT undecided elements (a
+    constant) for each threshold. The result is 0 for a rule without thresholds.
     """
     sparse = getattr(rule, "sparse", None)
     if isinstance(sparse, rules.Trimmed | rules.Between):

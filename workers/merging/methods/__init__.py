@@ -4,7 +4,8 @@ The functions define the results of merging. All arithmetic is in float32 on the
 the order of the sources, without fused multiply-add. Reductions over a tensor are summed in fixed blocks. Therefore the
 same operands give the same bits with any number of threads (except WUDI's matrix products). Coefficients that are
 tensors without dimensions get gradients, at fixed masks, if the method's declaration says so. Each method is declared
-in `search_spaces.methods` and has one function here, registered by `@merges(NAME)`. Import names from their modules.
+in the package `search_spaces.methods` and has one function here, registered by `@merges(NAME)`. Import names from their
+modules.
 
 - `registry`: the decorator that registers a function
 - `peaks`: the memory that each function takes

@@ -1,7 +1,7 @@
 """Building blocks of the merge methods in PyTorch: weighted sums, and reductions independent of the thread count.
 
-`workers.merging.kernels.reductions` computes the same reductions faster, bit for bit, because it adds in the order that
-BLOCK and PARTS define.
+The module `workers.merging.kernels.reductions` computes the same reductions faster, bit for bit, because it adds in the
+order that BLOCK and PARTS define.
 """
 
 from __future__ import annotations

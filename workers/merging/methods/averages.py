@@ -116,7 +116,7 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 
 
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
-    """Factors by which `slerp` (spherical interpolation) multiplies its two tensors before it adds them.
+    """Factors by which the function `slerp` (spherical interpolation) multiplies its two tensors before the sum.
 
     `t` is the place between the first tensor (0) and the second (1), and `cos` is the cosine of the angle between them.
     """
@@ -128,16 +128,17 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
     """Spherical interpolation of two tensors with t = w_2 / (w_1 + w_2) (mergekit's NuSLERP with `nuslerp_flatten`).
 
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
-    whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in `slerp`, the interpolation is
-    spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of nearly equal
-    tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding errors.
+    whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in the method `slerp`, the
+    interpolation is spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of
+    nearly equal tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding
+    errors.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
 
 
 def nuslerp_weights(weights: Sequence[float], cos: float) -> tuple[float, float]:
-    """Factors by which `nuslerp` (spherical interpolation) multiplies its two tensors before it adds them.
+    """Factors by which the function `nuslerp` (spherical interpolation) multiplies its two tensors before the sum.
 
     `weights` are the weights of the tensors, and `cos` is the cosine of the angle between them.
     """
@@ -167,9 +168,9 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
     """Spherical interpolation of two tensors, separately for each of their vectors along the first dimension.
 
-    Each pair of vectors is interpolated by the angle between them. `nuslerp_rows` does the same along the last
-    dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`. `weights`
-    are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
+    Each pair of vectors is interpolated by the angle between them. The method `nuslerp_rows` does the same along the
+    last dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
+    `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -245,7 +246,7 @@ def model_stock(
 
 
 def model_stock_weights(products: Products, *, unbounded: bool = False, name: str = "") -> list[float]:
-    """The factor of each task vector in `model_stock`, from the inner products of all pairs of task vectors.
+    """The factor of each task vector in the method `model_stock`, from the inner products of all pairs of them.
 
     If the factors are so large that the result is meaningless, InvalidRecipe is raised or, with `unbounded`, a warning
     is logged. The message names the tensor by `name`.

@@ -91,12 +91,12 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as mergekit computes it; it differs from `sce` where task vectors sum to zero, and for small weights.
+    """SCE as mergekit computes it; unlike the method `sce` where task vectors sum to zero, and for small weights.
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. As in `sce`, a share
-    `select_topk` of the elements is selected: the elements that vary most between the task vectors. The weight of a
-    model is the mean square of its selected elements, and elements whose sign differs from the sign of the sum of the
-    task vectors are erased. The differences from `sce` are these:
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. As in the method `sce`, a
+    share `select_topk` of the elements is selected: the elements that vary most between the task vectors. The weight of
+    a model is the mean square of its selected elements, and elements whose sign differs from the sign of the sum of the
+    task vectors are erased. The differences from the method `sce` are these:
 
     - Weights are equal if the mean squares sum to less than 1e-6.
     - Where the sum of the task vectors is zero, the positive sign is elected.
@@ -132,7 +132,7 @@ def num_selected(select_topk: float, num_variable: int) -> int:
 
 
 def sce_weights(squares: Sequence[float]) -> list[float]:
-    """The weight of each model in `sce`, from the sum of squares of its selected elements.
+    """The weight of each model in the method `sce`, from the sum of squares of its selected elements.
 
     SCE selects the elements that vary most between the task vectors. `squares` has the sum of squares for each model.
     The weights are these sums divided by their total. All weights are zero if all sums are zero.
@@ -156,13 +156,13 @@ def ram(tensors: Sequence[torch.Tensor], base: torch.Tensor, *, epsilon: float) 
 def ramplus_tl(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, r: float, alpha: float, epsilon: float
 ) -> torch.Tensor:
-    """RAM+ with change counts for each tensor (arXiv:2601.13572), which mergekit calls tensor-local.
+    """RAM+ with changes counted in each tensor (arXiv:2601.13572); mergekit calls the method tensor-local.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A model has changed an
     element if it differs from the base by more than epsilon. If several models changed an element, the mean of their
     task vectors is added to the base. If one model changed an element, this model's task vector times 1 + r min(alpha,
-    shared / unique) is added. `shared` is the number of elements of the tensor that this model and others changed, and
-    `unique` is the number of elements that this model alone changed.
+    shared / unique) is added. In this formula, shared is the number of elements of the tensor that this model and
+    others changed, and unique is the number of elements that this model alone changed.
     """
     return _ram([tensor - base for tensor in tensors], base, epsilon, (r, alpha))
 
@@ -314,7 +314,7 @@ def wudi(
 
 
 def sce_mergekit_weights(squares: Sequence[float], num_elements: int) -> list[float]:
-    """The weight of each model in `sce_mergekit`, from the sum of squares of its selected elements.
+    """The weight of each model in the method `sce_mergekit`, from the sum of squares of its selected elements.
 
     The merge method selects the elements that vary most between the task vectors. `squares` has the sum of squares for
     each model. The weights are these sums divided by their total. The weights are equal if the total is less than 1e-6

@@ -50,7 +50,7 @@ def arcee_fusion(tensors: Sequence[torch.Tensor], *, importance: Importance | No
     KL(softmax of theta_2's row | softmax of theta_1's row), with KL the Kullback-Leibler divergence. Elements whose
     importance is at least median + 1.5 (Q3 - Q1) are taken from the second model. Q1 and Q3 are the quartiles over the
     whole tensor: the element at floor(q (n - 1)) of the n sorted importances, with q = 1/4 and 3/4. `importance` is the
-    precomputed result of `importance_of` for the two tensors; None computes it.
+    precomputed result of the function `importance_of` for the two tensors; None computes it.
     """
     first, second = tensors
     delta = second - first
@@ -76,8 +76,8 @@ def importance_of(first: torch.Tensor, second: torch.Tensor, select: Importances
 
     The other elements of the merge are taken from `first`. The row factors multiply |second - first| to give the
     importance of an element. The threshold is the smallest importance of an element that is taken. The tensors are on
-    CPU and have at least one element. `select` is a function like `importances_at`: it returns the importances at given
-    indices of the sorted importances.
+    CPU and have at least one element. `select` is a function like `importances_at`, which returns the importances at
+    given indices of the sorted importances.
     """
     width = first.shape[-1] if first.dim() else 1
     parts = (torch.split(tensor.reshape(-1, width), max(1, CHUNK // width)) for tensor in (second, first))

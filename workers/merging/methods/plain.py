@@ -44,7 +44,7 @@ class Operands:
 
     - `tensors`: the tensor of each source, in the order of the merge's sources
     - `base`: the base model's tensor, for methods that need it
-    - `keys`: the keys of random masks (`masks.mask_key`), one for each source, for methods that draw masks
+    - `keys`: the keys of random masks (function `masks.mask_key`), one for each source, for methods that draw masks
     - `name`: the tensor's name, for messages
     - `orders`: for each source, the rule that breaks ties between elements of equal magnitude; with None, any
       repeatable rule is used

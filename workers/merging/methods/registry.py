@@ -22,8 +22,8 @@ PEAKS: dict[str, Peak] = {}  # of the same methods
 def merges(name: str, *, peak: Peak = UNKNOWN) -> Callable[[Function], Function]:
     """Decorator that registers a function as the PyTorch implementation of the merge method `name`.
 
-    `peak` is an upper limit of the memory that the function takes. Raises ValueError if `search_spaces.methods` does
-    not declare the method, or if the method already has a function.
+    `peak` is an upper limit of the memory that the function takes. Raises ValueError if the package
+    `search_spaces.methods` does not declare the method, or if the method already has a function.
     """
     if name not in METHODS:
         raise ValueError(f"merge method {name!r} is not declared; declare it in a module of search_spaces/methods")

@@ -1,7 +1,8 @@
 """Sparsification of task vectors: by magnitude (TIES, Model Breadcrumbs) and at random (DARE, DELLA).
 
 DELLA keeps larger elements with higher probability. Each function returns the sparse task vector and may modify its
-argument. `workers.merging.masks` makes the random masks; the key of a mask is made from seed, model and tensor name.
+argument. The module `workers.merging.masks` makes the random masks; the key of a mask is made from seed, model and
+tensor name.
 """
 
 from __future__ import annotations
@@ -78,8 +79,8 @@ def cut_both_ends(
 class CutRanks:
     """The ranks of the largest and the smallest magnitude that Model Breadcrumbs keeps in a task vector.
 
-    This method (`cut_both_ends`) drops the elements of largest and of smallest magnitude. Rank 1 is the largest
-    magnitude.
+    This method (function `cut_both_ends`) drops the elements of largest and of smallest magnitude. Rank 1 is the
+    largest magnitude.
     """
 
     largest: int
@@ -87,17 +88,17 @@ class CutRanks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every element of the task vector is dropped; `smallest` is then a rank before `largest`."""
+        """Whether all elements of the task vector are dropped; the rank `smallest` is then below the rank `largest`."""
         return self.smallest < self.largest
 
 
 def cut_ranks(density: float, gamma: float, num_elements: int) -> CutRanks | None:
-    """The ranks of the largest and the smallest magnitude that `cut_both_ends` keeps; None if it keeps all elements.
+    """Ranks of the largest and smallest magnitude kept by the function `cut_both_ends`; None if it keeps all elements.
 
-    Rank 1 is the largest of `num_elements` magnitudes. `cut_both_ends` divides the elements in descending order of
-    magnitude into three parts. The first part, the share `gamma` of all elements, is dropped. The second part, the
-    share `density` of all elements, is kept. The third part is dropped. If the two shares sum to more than 1, the first
-    part is made smaller.
+    Rank 1 is the largest of `num_elements` magnitudes. The function `cut_both_ends` (Model Breadcrumbs) divides the
+    elements in descending order of magnitude into three parts. The first part, the share `gamma` of all elements, is
+    dropped. The second part, the share `density` of all elements, is kept. The third part is dropped. If the two shares
+    sum to more than 1, the first part is made smaller.
     """
     count = share_of(density, num_elements)
     num_cut = min(share_of(gamma, num_elements), num_elements - count)

@@ -71,9 +71,10 @@ def multislerp_unscaled(
 ) -> torch.Tensor:
     """Multi-SLERP (`multislerp`) with weights used as given (mergekit: `normalize_weights: false`).
 
-    The mean direction is the same as in `multislerp`, because it does not depend on the sum of the weights. The length
-    of the result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a small
-    number that is added to norms. `products` are the precomputed inner products of the tensors; None computes them.
+    The mean direction is the same as in the method `multislerp`, because it does not depend on the sum of the weights.
+    The length of the result is the sum of the tensors' norms times their weights, which need not sum to one. `eps` is a
+    small number that is added to norms. `products` are the precomputed inner products of the tensors; None computes
+    them.
     """
     if len(tensors) == 1:
         return tensors[0]
@@ -86,9 +87,10 @@ def multislerp_weights(
 ) -> list[float]:
     """The factor of each tensor in Multi-SLERP, which interpolates directions on the sphere.
 
-    The factors are for `multislerp` or, without `normalize`, for `multislerp_unscaled`. `weights` are the weights of
-    the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a small number that is added to
-    norms. Raises InvalidRecipe if the directions of more than two tensors cancel each other.
+    The factors are for the function `multislerp` or, without `normalize`, for the function `multislerp_unscaled`.
+    `weights` are the weights of the tensors, and `products` are the inner products of all pairs of tensors. `eps` is a
+    small number that is added to norms. Raises InvalidRecipe if the directions of more than two tensors cancel each
+    other.
     """
     if len(products) == 1:
         return [1.0]
@@ -163,8 +165,8 @@ def karcher(
     u_t are the directions of the tensors, and w_t are the weights. The mean direction is the m with sum_t w_t
     log_m(u_t) = 0, where exp_m and log_m map between the sphere and its tangent space at m. The mean direction is found
     by iteration: m begins as the normalised mean, and each step replaces it by exp_m(sum_t w_t log_m(u_t)). The
-    iteration ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol`
-    count in the mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the
+    iteration ends after `max_iter` steps, or before a step shorter than `tol`. Tensors with a norm of at most `tol` are
+    included in the mean norm, but not in the direction. A single tensor is returned unchanged. `products` are the
     precomputed inner products of the tensors; None computes them. The paper is arXiv:2603.04972; it uses equal weights.
     """
     if len(tensors) == 1:
@@ -181,12 +183,12 @@ def karcher_weights(
     max_iter: int = KARCHER_STEPS,
     tol: float = KARCHER_TOLERANCE,
 ) -> list[float]:
-    """The factors with which `karcher` sums the tensors.
+    """The factors with which the merge method `karcher` sums the tensors.
 
-    `karcher` computes the weighted mean of the tensors' directions by iteration, with the weights `weights`. `products`
-    has the inner products of all pairs of tensors. Inner products are sufficient, because the mean direction is at
-    every step a weighted sum of the tensors' directions. The iteration ends after `max_iter` steps, or as soon as a
-    step would be shorter than `tol`.
+    The method computes the weighted mean of the tensors' directions by iteration, with the weights `weights`.
+    `products` has the inner products of all pairs of tensors. Inner products are sufficient, because the mean direction
+    is at every step a weighted sum of the tensors' directions. The iteration ends after `max_iter` steps, or as soon as
+    a step would be shorter than `tol`.
     """
     if len(products) == 1:
         return [1.0]

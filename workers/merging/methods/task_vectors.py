@@ -104,12 +104,12 @@ def ties_majority(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The majority sign is the
     sign of `majority`; by default it is the sign elected for most elements of the tensor. Where the trimmed task
-    vectors sum to zero, the task vectors that have the majority sign are averaged. This is TIES as the program MergeLM
-    computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of elements
-    that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes` has, for
-    each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None
-    computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of
-    equal magnitude.
+    vectors sum to zero, the task vectors that have the majority sign are averaged. The method is TIES as the program
+    MergeLM computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of
+    elements that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes`
+    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
+    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -156,7 +156,7 @@ def ties_weighted(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` and `densities`
     have a number for each model; a density is the share of elements that trimming keeps. For each element, the elected
     sign is the sign of the weighted sum of the trimmed task vectors, or positive where this sum is zero. Only task
-    vectors that have the elected sign count. With `normalize`, the weighted sum of the task vectors that have the
+    vectors that have the elected sign are added. With `normalize`, the weighted sum of the task vectors that have the
     elected sign is divided by the sum of the weights of these task vectors. The merged task vector is multiplied by
     lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of magnitudes that they had
     before trimming. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
@@ -215,8 +215,8 @@ def m3_ties(
 
     The paper merges two models with weights w and 1 - w. With more models, the weights of the models that keep an
     element are divided by their sum. Where this sum is zero, the result is the base. Therefore the result is not
-    continuous where the weights of all models that keep an element go to zero; the result of `m3_ties_majority` is
-    continuous.
+    continuous where the weights of all models that keep an element go to zero; the result of the function
+    `m3_ties_majority` is continuous.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -250,7 +250,7 @@ def m3_ties_majority(
     interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
     models that do not keep an element are divided equally among the models that keep it. For two models the result
     equals the result of the authors' code. The result is continuous in the weights, and for equal weights it is the
-    result of `ties_majority`.
+    result of the function `ties_majority`.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -278,12 +278,13 @@ def m3_dare_ties(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A random mask keeps the
     share density_t of the elements of task vector t. The kept elements are divided by density_t, and the other elements
-    are set to zero. `keys` has the mask's key for each model. Then `m3_ties_majority` trims the task vectors, elects
-    signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a number whose sign
-    is elected where the trimmed task vectors sum to zero; None is the sign elected for most elements). k is a share of
-    all elements, including the elements that DARE has set to zero. With equal weights the result is the same as by DARE
-    with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the magnitudes of its task vector
-    after the mask, from which trimming takes its threshold; None computes the threshold without a table.
+    are set to zero. `keys` has the mask's key for each model. Then the function `m3_ties_majority` trims the task
+    vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a
+    number whose sign is elected where the trimmed task vectors sum to zero; None is the sign elected for most
+    elements). k is a share of all elements, including the elements that DARE has set to zero. With equal weights the
+    result is the same as by DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the
+    magnitudes of its task vector after the mask, from which trimming takes its threshold; None computes the threshold
+    without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -335,9 +336,9 @@ def dare_linear_l1(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
     plus sum_t lambda_t m_t tau_t, with tau_t the task vector of model t. m_t is a random mask that keeps the share
     density_t of the elements. `lambdas`, `densities` and `keys` (the masks' keys) have a value for each model. Unlike
-    in `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements are scaled
-    to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of magnitudes of
-    its task vector; None computes the sums.
+    in the method `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements
+    are scaled to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of
+    magnitudes of its task vector; None computes the sums.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -411,13 +412,13 @@ def m3_dare(
     lambda sum_t w_t m_t tau_t / density_t. theta_pre is the base, and tau_t is the task vector of model t. m_t is a
     random mask that keeps the share density_t of the elements of tau_t. `weights`, `densities` and `keys` (the masks'
     keys) have a value for each model. The weights w_t are divided by their sum, so that direction and magnitude are set
-    separately. The method is `dare_linear` with lambda_t = lambda w_t.
+    separately. The method equals the method `dare_linear` with lambda_t = lambda w_t.
     """
     return dare_linear(tensors, base, lambdas=m3_lambdas(weights, lambda_), densities=densities, keys=keys)
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model in the merge by `dare_linear` that equals a merge by `m3_dare`.
+    """The lambda of each model in the merge by method `dare_linear` that equals a merge by method `m3_dare`.
 
     A model's lambda is `lambda_` times the model's number in `weights`, divided by the sum of the weights.
     """
@@ -439,8 +440,8 @@ def della(
 ) -> torch.Tensor:
     """DELLA (arXiv:2406.11617): TIES with MagPrune (random dropping by magnitude) in place of trimming.
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune
-    (`sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides each kept
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune (function
+    `sparsify.magnitude_sampled`) drops elements at random; it drops smaller elements more often, and divides each kept
     element by the probability of keeping it. This probability is from density - epsilon to density + epsilon. For each
     element, the sparse task vectors that have the sign of the sum of all sparse task vectors are averaged. The mean is
     multiplied by lambda and added to the base.
@@ -475,8 +476,8 @@ def della_l1(
 ) -> torch.Tensor:
     """Weighted TIES of task vectors after MagPrune's random dropping of elements (mergekit's della).
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune
-    (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune (function
+    `sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
     the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the sum of
     magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted
     sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a
@@ -510,9 +511,9 @@ def della_linear(
     """DELLA (arXiv:2406.11617) without the election of signs: task arithmetic after MagPrune's random dropping.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is theta_pre +
-    sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of model t. MagPrune
-    (`sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon,
-    and divides each kept element by this probability. Larger elements have a higher probability.
+    sum_t lambda_t MagPrune(tau_t). theta_pre is the base, and tau_t is the task vector of model t. MagPrune (function
+    `sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, and
+    divides each kept element by this probability. Larger elements have a higher probability.
 
     `lambdas`, `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks`
     has, for each model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for
@@ -541,8 +542,8 @@ def della_linear_l1(
     """Task arithmetic after MagPrune's random dropping of elements (mergekit's della_linear).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune
-    (`sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
+    plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune (function
+    `sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
     density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole
     task vector.
 
@@ -574,12 +575,12 @@ def breadcrumbs(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
     plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector the elements of
     largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements of smallest magnitude
-    are also set to zero, so that the share density_t of all elements is left (`sparsify.cut_both_ends`). `lambdas`,
-    `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models. With
-    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector, as
-    in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
-    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
-    that breaks ties between elements of equal magnitude.
+    are also set to zero, so that the share density_t of all elements is left (function `sparsify.cut_both_ends`).
+    `lambdas`, `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models.
+    With `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task
+    vector, as in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from
+    which trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the
+    rule that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)

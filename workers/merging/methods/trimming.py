@@ -81,8 +81,8 @@ def trim_ranks(merge: Merge, num_elements: int) -> list[tuple[int, ...]]:
     """Ranks of the magnitudes that the method of `merge` uses as thresholds, for each source.
 
     Rank 1 is the largest of `num_elements` magnitudes. For TIES, each source has one rank. For Model Breadcrumbs, each
-    source has two ranks, of the largest and of the smallest kept magnitude, or no rank if the method keeps all elements
-    or no element. The method must be one that trims (`MergeMethod.trims`).
+    source has two ranks: of the largest and of the smallest magnitude that is kept. If the method keeps all elements,
+    or drops all elements, the source has no rank. The method must be one that trims (field `MergeMethod.trims`).
     """
     declared = METHODS[merge.method]
     if declared.coefficient("gamma") is None:

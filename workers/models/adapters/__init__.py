@@ -2,7 +2,7 @@
 
 Everything is read from adapter_config.json and the headers of adapter_model.safetensors. What an adapter changes is
 decided in peft by the types of modules, and in this package by the base's tensors. The package does not compute the
-product of an adapter's matrices; `computed_tensors` does so when a tensor is read.
+product of an adapter's matrices; the module `computed_tensors` does so when a tensor is read.
 
 - `reading`: applies an adapter to a base, or reports all of its problems
 - `settings`: adapter_config.json

@@ -54,9 +54,9 @@ class AdaptedBase:
         """Name of the stacked MoE tensor of the base that an adapter calls `parameter`; None if there is none.
 
         A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-        tensor. The result is the name of a stored tensor with three dimensions, or a key of `Layout.stacks` if the
-        experts are stored separately. A stack that is not stored as one tensor is found by the layer and the last part
-        of the name: the result is None unless exactly one stack of the layer ends with this part.
+        tensor. The result is the name of a stored tensor with three dimensions, or a key of the mapping `Layout.stacks`
+        if the experts are stored separately. A stack that is not stored as one tensor is found by the layer and the
+        last part of the name: the result is None unless exactly one stack of the layer ends with this part.
         """
         if (name := self.name(parameter)) is not None:
             return name if len(self.tensors[name].shape) == 3 else None

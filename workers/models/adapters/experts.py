@@ -21,8 +21,8 @@ class Stack:
     """Parameter in transformers that stacks one matrix of each expert in an MoE layer.
 
     `parameter` is its name in transformers. `parts` has, for each expert of the mixture, the names of the stored
-    tensors that the parameter joins along the rows. If the parameter is stored as one tensor (`is_stored`), `parts` has
-    only the name of this tensor.
+    tensors that the parameter joins along the rows. If `is_stored` is True, the parameter is stored as one tensor, and
+    `parts` has only the name of this tensor.
     """
 
     parameter: str
@@ -88,8 +88,8 @@ def changed_stack(matrices: Matrices, stack: Stack, base: AdaptedBase, settings:
     """Add the product of a LoRA adapter's matrices to a stacked MoE parameter of the base.
 
     `matrices` are the adapter's matrices A and B, `stack` is the parameter, which stacks one matrix of each expert.
-    `settings` are the adapter's settings. The result contains the changed tensors by the names under which the base's
-    files store them.
+    `settings` are the adapter's settings. The result contains the changed tensors, keyed by the names under which the
+    base's files store them.
     """
     a, b, scaling = matrices.sides["A"], matrices.sides["B"], settings.scaling(stack.parameter)
     if stack.is_stored:

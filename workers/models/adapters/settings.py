@@ -39,14 +39,15 @@ class Settings:
     If adapter_config.json has another name for a setting, this name is in parentheses.
 
     - `r`: the rank of the LoRA matrices
-    - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (`scaling`)
+    - `alpha` (`lora_alpha`): a number from which the factor of the matrices' product is computed (method `scaling`)
     - `ranks`, `alphas` (`rank_pattern`, `alpha_pattern`): other ranks and alphas for modules, by regular expressions
       for the end of a module's name
     - `is_rank_stabilized` (`use_rslora`): whether the factor is alpha / sqrt(rank) instead of alpha / rank
     - `whole_modules` (`modules_to_save`): modules that were trained as whole tensors
     - `ties_weights` (`ensure_weight_tying`): whether tied embedding and output head were trained as one tensor
     - `stated_base`: the base model as the file states it; "" if the file states none
-    - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, by embedding module
+    - `tokens` (`trainable_token_indices`): the ids of tokens whose rows were trained individually, keyed by embedding
+      module
     - `parameters` (`target_parameters`): parameters, not modules, that the adapter changes
     - `is_dora` (`use_dora`): whether the adapter has magnitudes (DoRA)
     - `has_biases` (`lora_bias`): whether matrices B have biases
@@ -68,7 +69,7 @@ class Settings:
     def token_numbers(self, module: str) -> tuple[int, ...]:
         """Ids of the tokens whose rows in the embedding `module` were trained; empty if there are none.
 
-        In adapter_config.json these are the `trainable_token_indices`.
+        In adapter_config.json, the key `trainable_token_indices` has these ids.
         """
         fitting = (numbers for name, numbers in self.tokens.items() if f".{module}".endswith(f".{name}"))
         return next(fitting, ())

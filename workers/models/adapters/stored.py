@@ -80,9 +80,10 @@ def parts_of(stored: Mapping[str, TensorInfo]) -> Parts:
 def unexpected(parts: Parts, settings: Settings) -> Iterator[str]:
     """Yield the names of stored tensors that the LoRA adapter's settings exclude.
 
-    `parts` are the adapter's tensors by module. Settings are named here as in adapter_config.json. DoRA's magnitudes
-    are unexpected without `use_dora`, and biases of the matrices B are unexpected without `lora_bias`. Trained
-    embedding rows of single tokens are unexpected if `trainable_token_indices` lists no tokens for the module.
+    `parts` are the adapter's tensors, keyed by module. Settings are named here as in adapter_config.json. DoRA's
+    magnitudes are unexpected without the setting `use_dora`, and biases of the matrices B are unexpected without the
+    setting `lora_bias`. Trained embedding rows of single tokens are unexpected if the setting `trainable_token_indices`
+    lists no tokens for the module.
     """
     for module, matrices in parts.matrices.items():
         if matrices.magnitude is not None and not settings.is_dora:

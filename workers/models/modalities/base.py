@@ -35,7 +35,8 @@ class Modality:
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
     - `pass_bytes`: the largest number of bytes of activations in a pass of gradients on the CPU; 0 is no limit
     - `layout`: a function that assigns each tensor to a layer and component. Arguments are the configuration with
-      common names and the tensors' names. Tensors of task heads are in `Layout.task_heads`, and are never merged.
+      common names and the tensors' names. Tensors of task heads are in the field `Layout.task_heads`, and are never
+      merged.
     - `canonical`: a function that returns the name of a stored tensor in the layout, from the configuration and the
       name in the file; None for a tensor that no task needs
     - `problems`: a function that yields reasons why a model cannot be used, from its settings, layout and tensors
@@ -43,10 +44,11 @@ class Modality:
       the files in their directories
     - `check_files`: a function that checks the files of the model in a directory; raises InvalidModel
     - `task_key`: the key that names the data in a task's description, in a study file; None if tasks have several forms
-    - `tasks`: the reader of evaluation tasks (`workers.evaluation.task_reader.TaskReader`)
-    - `worker`: the class of the worker in a replica (`workers.serving.replica.Worker`)
-    - `training`: how models of the modality are fine-tuned (`workers.training.finetuning.modality.TrainingModality`)
-    - `losses`: the class that computes losses with gradients (`workers.training.task_losses.TaskLosses`)
+    - `tasks`: the reader of evaluation tasks (interface `workers.evaluation.task_reader.TaskReader`)
+    - `worker`: the class of the worker in a replica (interface `workers.serving.replica.Worker`)
+    - `training`: how models of the modality are fine-tuned (interface
+      `workers.training.finetuning.modality.TrainingModality`)
+    - `losses`: the class that computes losses with gradients (interface `workers.training.task_losses.TaskLosses`)
     """
 
     name: str
@@ -72,15 +74,15 @@ class Modality:
     has_pictures: bool = False
 
     def task_reader(self) -> Any:
-        """The reader of the modality's evaluation tasks (`workers.evaluation.task_reader.TaskReader`)."""
+        """The reader of the modality's evaluation tasks (interface `workers.evaluation.task_reader.TaskReader`)."""
         return _loaded(self.tasks)
 
     def training_module(self) -> Any:
-        """The implementation of fine-tuning for the modality (`workers.training.finetuning.modality`)."""
+        """The implementation of fine-tuning for the modality (module `workers.training.finetuning.modality`)."""
         return _loaded(self.training)
 
     def losses_class(self) -> Any:
-        """The class that computes losses with gradients (`workers.training.task_losses.TaskLosses`)."""
+        """The class that computes losses with gradients (interface `workers.training.task_losses.TaskLosses`)."""
         return _loaded(self.losses)
 
     def worker_class(self) -> Any:

@@ -34,7 +34,7 @@ def _problems(settings: Mapping[str, Any], found: Layout, tensors: Mapping[str, 
 def _differences(base: Path, expert: Path) -> Iterator[str]:
     """Yield nothing: models with different tokenizers can be merged, because their vocabularies are aligned.
 
-    `workers.models.vocabulary` aligns them.
+    The module `workers.models.vocabulary` aligns the vocabularies.
     """
     return iter(())
 

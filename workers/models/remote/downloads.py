@@ -30,7 +30,7 @@ class Origin(Protocol):
     """Interface of a place from which models are downloaded: the Hugging Face hub or an object store.
 
     `title` is the name of the place in messages. `variable` is the name of the environment variable that chooses the
-    directory for downloads (`cache`).
+    directory for downloads (method `cache`).
     """
 
     title: str
@@ -58,8 +58,8 @@ class Origin(Protocol):
 def absent_bytes(directories: Iterable[Path]) -> int:
     """Number of bytes that must still be downloaded for the models in `directories`.
 
-    A model counts if its metadata are on this machine and its weights are not. A directory that is given twice counts
-    once.
+    A model's weights must be downloaded if its metadata are on this machine and its weights are not. The bytes of a
+    directory that is given twice are included once.
     """
     return sum(
         sum(_absent_files(read_record(directory)).values())

@@ -33,7 +33,7 @@ MAX_PLAIN_BYTES = 10 * 2**20
 
 
 class Hub:
-    """The Hugging Face hub as a place from which models are downloaded (an `Origin`)."""
+    """The Hugging Face hub as a place from which models are downloaded (interface `Origin`)."""
 
     title = "the hub"
     variable = "HF_HUB_CACHE"

@@ -64,7 +64,7 @@ def locate(model: str | Path) -> Path:
 
 
 def commit_of(directory: Path) -> str | None:
-    """Commit of the hub model in a directory that `locate` returned; None for other directories."""
+    """Commit of the hub model in a directory that the function `locate` returned; None for other directories."""
     if is_metadata_only(directory):
         record = read_record(directory)
         return None if is_object_url(record.name) else record.commit
@@ -72,7 +72,7 @@ def commit_of(directory: Path) -> str | None:
 
 
 def id_of(directory: Path) -> str | None:
-    """Hub id (owner/name) of the model in a directory that `locate` returned; None for other directories."""
+    """Hub id (owner/name) of the model in a directory returned by the function `locate`; None for others."""
     if is_metadata_only(directory):
         name = read_record(directory).name
         return None if is_object_url(name) else name
@@ -81,7 +81,7 @@ def id_of(directory: Path) -> str | None:
 
 
 def source_name(directory: Path) -> str:
-    """Name of the model in a directory that `locate` returned, such as ID@COMMIT for a hub model.
+    """Name of the model in a directory that the function `locate` returned, such as ID@COMMIT for a hub model.
 
     Names of hub models are valid on any machine. The name of a model in an object store is its URL while its weights
     are not on this machine. The name of any other model is its directory.

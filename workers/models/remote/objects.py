@@ -1,10 +1,9 @@
 """Models in object stores: their files, partial reads, and downloads to this machine.
 
-A model is a folder, or an artifact of the service. The URL of an artifact is the URL of its manifest, {"path":
-{"digest":
-..., "bytes": ...}}. Next to the manifest are the files, each named by its sha256. A model's files are listed whenever
-the model is located; the names, sizes and version tags in the listing determine its commit. A model's files are
-downloaded once per machine, to a directory of that commit:
+A model is a folder, or an artifact of the service: a set of files that are stored by content. The URL of an artifact is
+the URL of its manifest, {"path": {"digest": ..., "bytes": ...}}. Next to the manifest are the files, each named by its
+sha256. A model's files are listed whenever the model is located; the names, sizes and version tags in the listing
+determine the commit of the model. A model's files are downloaded once per machine, to a directory of that commit:
 
     CACHE/models/s3:/BUCKET/FOLDER@COMMIT/    the files; weights have their names once their sha256 is checked
     CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for times without answer from the store
@@ -34,7 +33,7 @@ _SUM = re.compile(r"([0-9a-f]{64}) [ *](?:\./)?(.+)")
 
 
 class Objects:
-    """Object stores as a place from which models are downloaded (an `Origin`)."""
+    """Object stores as a place from which models are downloaded (interface `Origin`)."""
 
     title = "the object store"
     variable = "MERGESEARCH_CACHE"

@@ -62,8 +62,8 @@ class SnapshotRecord:
     - `small_files`: the names of the files other than weights
     - `sizes`, `hashes`: the size in bytes, and the sha256 (hex) that the hub or object store states, of each file of
       weights
-    - `is_outline`: whether only the model's configuration is known (`workers.engines.transformers.outlines`), so that
-      the weights cannot be downloaded
+    - `is_outline`: whether only the model's configuration is known (module `workers.engines.transformers.outlines`), so
+      that the weights cannot be downloaded
     """
 
     name: str
@@ -78,7 +78,7 @@ class SnapshotRecord:
 def is_metadata_only(directory: Path) -> bool:
     """Whether `directory` is a metadata-only snapshot: a model's files without the contents of the weights.
 
-    `downloads.fetched` downloads the weights.
+    The function `downloads.fetched` downloads the weights.
     """
     return directory.is_relative_to(snapshots_dir()) and (directory / RECORD).is_file()
 

@@ -1,8 +1,8 @@
 """Program that runs one test case of LiveBench's coding category on a solution, inside the sandbox.
 
-`livebench_coding` appends a call of `check_call` or `check_output` to the text of this file. The program runs to its
-end if the solution passes. A solution runs in the same environment as in LiveBench's published code (April 2025 and
-later).
+The module `livebench_coding` appends a call of the function `check_call` or `check_output` to the text of this file.
+The program runs to its end if the solution passes. A solution runs in the same environment as in LiveBench's published
+code (April 2025 and later).
 """
 
 from __future__ import annotations

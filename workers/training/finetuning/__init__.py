@@ -6,7 +6,7 @@
 - `text`: fine-tuning of text models
 - `images`: fine-tuning of image classifiers
 - `document_attention`: attention that stays within each document of a packed row
-- `data`: tokenized documents, packed into rows of one length, with a mark for each token whose loss counts
+- `data`: tokenized documents, packed into rows of one length, with a mark for each token whose loss is included
 - `methods`: the optimizers by name
 - `sharding`: shards of the weights, the gradients and the optimizer's state on each rank
 - `target_loss`: the loss over target tokens, with few logits in memory at once

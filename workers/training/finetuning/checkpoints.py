@@ -1,8 +1,8 @@
 """Checkpoints of a training on disk: trained weights, the optimizer's state, and the step, without pickle.
 
 All ranks write a checkpoint together by torch.distributed.checkpoint: each writes its shards to a safetensors file. Any
-number of ranks can load it. A checkpoint's directory appears only when it is complete (`workers.directories`), so the
-newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are also loaded.
+number of ranks can load it. A checkpoint's directory appears only when it is complete (module `workers.directories`),
+so the newest checkpoint can always be loaded. Checkpoints of earlier versions, which one rank wrote, are also loaded.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def step_of(checkpoint: Path | None) -> int:
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
     """Read the optimizer's state in a checkpoint, except its tensors.
 
-    The keys are the keys of the optimizer's `state_dict`.
+    The keys are the keys that the optimizer's method `state_dict` returns.
     """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state

@@ -1,7 +1,7 @@
 """Training data: entries of a JSONL file or dataset as tokenized documents, packed into rows of one length.
 
-A token's loss counts if the token belongs to a completion, or ends a completion. The order of rows depends only on the
-seed. Therefore every rank has the same rows, and takes its own part of each batch.
+The training loss includes the losses of the tokens of completions, and of the tokens that end completions. The order of
+rows depends only on the seed. Therefore every rank has the same rows, and takes its own part of each batch.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
 
 @dataclass(frozen=True)
 class Document:
-    """A training text as token ids, with a flag for each token that says whether its loss counts.
+    """A training text as token ids, with a flag for each token: whether the training loss includes the token's loss.
 
     The flags are in `has_loss`. `origin` names the source of the text, such as a line of a file, for error messages.
     """
@@ -42,7 +42,7 @@ class Batch:
     """Batch of training rows: token ids, positions and labels, each as a tensor [rows, length].
 
     `tokens` are the token ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or
-    IGNORED for tokens whose loss does not count.
+    IGNORED for tokens whose losses the training loss does not include.
     """
 
     tokens: torch.Tensor
@@ -246,9 +246,9 @@ def _dataset_rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
 def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin: str) -> Document:
     """Make a document from a prompt, its completion and an end-of-text token (id `eos`).
 
-    The loss counts for the completion and the end-of-text token. The two texts are tokenized together, unless this
-    would change the prompt's tokens. `prompts` has the tokenizer. `origin` names the source of the texts in messages.
-    Raises InvalidTask for an empty completion.
+    The training loss includes the completion and the end-of-text token, but not the prompt. The two texts are tokenized
+    together, unless this would change the prompt's tokens. `prompts` has the tokenizer. `origin` names the source of
+    the texts in messages. Raises InvalidTask for an empty completion.
     """
     if not completion:
         raise InvalidTask(f"{origin}: the completion is empty")
@@ -263,9 +263,9 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
 def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES, first: int = 0) -> Document:
     """Make a document from a conversation with the tokenizer's chat template.
 
-    `messages` should be a list of objects with role and content. The loss counts for the assistant's messages from
-    message number `first` (counted from 0) on, including the end of each turn. `prompts` has the tokenizer. In error
-    messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
+    `messages` should be a list of objects with role and content. The training loss includes the assistant's messages
+    from message number `first` (counted from 0) on, and the end of each of their turns. `prompts` has the tokenizer. In
+    error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
     InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(

@@ -43,12 +43,12 @@ def use_document_attention(
 ) -> bool:
     """Let `model` compute attention within documents if its logits stay the same; return whether it does.
 
-    The replacement is used in calls whose inputs have the bounds of documents (`document_bounds`); other calls, such as
-    evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest number of tokens
-    of a row, `device` is the model's device, and `dtype` is the dtype of activations. If the model has shards, `called`
-    is the adapter that is called in its place. The logits of a row of two documents are compared with the logits by the
-    model's own attention. If the logits differ by more than rounding, or the new attention fails, the model keeps its
-    own attention.
+    The replacement is used in calls whose inputs have the bounds of documents (function `document_bounds`); other
+    calls, such as evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest
+    number of tokens of a row, `device` is the model's device, and `dtype` is the dtype of activations. If the model has
+    shards, `called` is the adapter that is called in its place. The logits of a row of two documents are compared with
+    the logits by the model's own attention. If the logits differ by more than rounding, or the new attention fails, the
+    model keeps its own attention.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -175,7 +175,11 @@ def document_bounds(positions: torch.Tensor) -> dict[str, Any]:
 
 @contextmanager
 def within_documents() -> Iterator[None]:
-    """Context manager for calls with bounds of documents, in which models with this attention make no masks."""
+    """Context manager in which models with attention within documents make no attention masks.
+
+    Calls of the model in this context must have the bounds of documents (function `document_bounds`) among their
+    inputs.
+    """
     token = _makes_no_mask.set(True)
     try:
         yield
@@ -227,7 +231,8 @@ def _in_one_launch(
     """Causal attention within all documents in one launch, by PyTorch's variable-length attention.
 
     The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
-    `longest` is the number of tokens of the longest document.
+    `longest` is the number of tokens of the longest document. `scaling` is the factor of attention scores; None means
+    the default.
     """
     from torch.nn.attention.varlen import varlen_attn
 
@@ -261,7 +266,8 @@ def _one_by_one(
     """Causal attention within each document, computed one document after the other.
 
     The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
-    `longest` is the number of tokens of the longest document.
+    `longest` is the number of tokens of the longest document. `scaling` is the factor of attention scores; None means
+    the default.
     """
     sizes = bounds.diff().tolist()
     parts = zip(*(torch.split(tensor.transpose(0, 1), sizes, dim=1) for tensor in (query, key, value)), strict=True)

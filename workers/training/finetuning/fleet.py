@@ -84,7 +84,7 @@ class Pipeline:
     parallel_experts: int | None = None
 
     def places(self, out: Path) -> dict[str, Path]:
-        """Directories for training the experts (models to be merged), by the expert's name (alias).
+        """Directories for training the experts (models to be merged), keyed by the expert's name (alias).
 
         The directory of a single expert is `out`; each of several experts has a separate directory below `out`.
         """
@@ -101,8 +101,8 @@ class Pipeline:
     def canonical(self) -> dict[str, Any]:
         """Convert the pipeline (experts to train, and perhaps a study that merges them) to plain data.
 
-        All defaults are filled in, and paths are absolute. `parse_pipeline` returns an equal pipeline from these data.
-        Only its `directory` may differ, which has no effect if all paths are absolute.
+        All defaults are filled in, and paths are absolute. The function `parse_pipeline` returns an equal pipeline from
+        these data, except that the field `directory` may differ.
         """
         specs = {alias: spec.canonical() for alias, spec in self.experts.items()}
         analysis = {} if self.analysis is None else {ANALYSIS: self.analysis.model_dump(mode="json")}
@@ -212,12 +212,12 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
 
 
 def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """Set the layers that get the optimizer MergOPT's noise, if no expert of a fleet trains all of its layers.
+    """Set the layers to which the optimizer MergOPT adds noise, for experts that train only some of their layers.
 
     MergOPT adds the noise while it computes gradients, to simulate a later merge of the experts. The keys of `experts`
-    and of the result are the experts' aliases (names). Each expert then has noise in all layers that any of the experts
-    trains, because merges of the experts change all of these layers. An expert whose options name the layers with noise
-    is not changed. If any expert trains all layers or an adapter, no expert is changed.
+    and of the result are the experts' aliases (names). Merges change all layers that any of the experts trains.
+    Therefore each expert gets noise in all of these layers. An expert whose options name the layers with noise is not
+    changed. If any expert trains all layers or an adapter, no expert is changed.
     """
     trained = [spec.training.layers for spec in experts.values()]
     if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):

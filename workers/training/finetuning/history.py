@@ -3,14 +3,14 @@
 {"step": 1, "steps": 500, "loss": 2.3, "gradient_norm": 0.8, "learning_rate": 1e-5, "tokens": 512, "seconds": 0.4}
 {"step": 50, "values": {"math": 0.61}}
 
-`tokens` is the number of tokens whose loss counts; lines of image classifiers have `images` in its place. `loss` is the
-loss of the batch at the weights. With the optimizer MergOPT, which computes gradients at the weights plus an offset,
-`loss` is the loss at the weights plus the offset. MergOPT's lines also have `alpha` and `models`, the coefficient and
-the number of models in the merge that the update simulates. Every tenth of these lines, and the last line, have
-`weights_loss`, the loss of the batch at the weights. Lines of the optimizers SAM and ASAM have `offset_loss`, the loss
-at the weights plus an offset that raises it. The fine-tuning method `tangent` trains a linearization, a model that is
-linear in its weights. With it, `values` are the values of the original model with the exported weights, and
-`linearized_values` are the values of the linearization.
+`tokens` is the number of tokens whose losses `loss` includes; lines of image classifiers have `images` in its place.
+`loss` is the loss of the batch at the weights. With the optimizer MergOPT, which computes gradients at the weights plus
+an offset, `loss` is the loss at the weights plus the offset. MergOPT's lines also have `alpha` and `models`, the
+coefficient and the number of models in the merge that the update simulates. Every tenth of these lines, and the last
+line, have `weights_loss`, the loss of the batch at the weights. Lines of the optimizers SAM and ASAM have
+`offset_loss`, the loss at the weights plus an offset that raises it. The fine-tuning method `tangent` trains a
+linearization, a model that is linear in its weights. With it, `values` are the values of the original model with the
+exported weights, and `linearized_values` are the values of the linearization.
 """
 
 from __future__ import annotations
@@ -75,8 +75,8 @@ class HistoryReader:
     def new(self) -> list[dict[str, Any]]:
         """Read the complete lines that were written since the last call, or all complete lines at the first call.
 
-        If `History.forget_after` has replaced the file, all its lines are returned. The result is empty if the file
-        does not exist.
+        If the method `History.forget_after` has replaced the file, all lines of the new file are returned. The result
+        is empty if the file does not exist.
         """
         try:
             with self._file.open("rb") as stream:
@@ -95,7 +95,7 @@ class HistoryReader:
 class History:
     """Writer of a training's history: a file with one JSON line for each update and evaluation.
 
-    One rank writes the file (`is_writer`). Every rank calls the function `report` with each line.
+    Only the rank with `is_writer` True writes the file. Every rank calls the function `report` with each line.
     """
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:

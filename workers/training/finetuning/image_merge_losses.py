@@ -1,7 +1,7 @@
 """Losses and accuracies of merges of trained image experts, on each expert's tasks with this expert's head.
 
-This module does for image classifiers the work of `merge_losses` for text models. The loss is the cross-entropy of the
-right class, in nats per image.
+This module does for image classifiers the work of the module `merge_losses` for text models. The loss is the
+cross-entropy of the right class, in nats per image.
 """
 
 from __future__ import annotations
@@ -54,14 +54,16 @@ class ImageMergeLosses:
     def of(self, merge: Merge) -> dict[str, float]:
         """Measure a merge's mean loss on each merged expert's tasks, on the images for choosing coefficients.
 
-        Each of an expert's tasks reserves some images for choosing coefficients, and others for reports.
+        The losses are keyed by the expert's alias. Each task has some images for choosing coefficients, and other
+        images for reports.
         """
         return {alias: loss for alias, (loss, _) in self._measured(merge, is_reported=False).items()}
 
     def report(self, merge: Merge) -> MergeReport:
         """Measure a merge's mean loss and accuracy on each merged expert's tasks, on the images for reports.
 
-        Each of an expert's tasks reserves some images for reports, which do not influence the choice of coefficients.
+        The images for reports are not used to choose coefficients. Losses and accuracies are keyed by the expert's
+        alias.
         """
         found = self._measured(merge, is_reported=True)
         losses = {alias: loss for alias, (loss, _) in found.items()}
@@ -79,7 +81,10 @@ class ImageMergeLosses:
         return min(samples, count // 2)
 
     def _measured(self, merge: Merge, *, is_reported: bool) -> dict[str, tuple[float, float]]:
-        """Mean loss and accuracy of a merge on each merged expert's tasks, keyed by the expert's alias."""
+        """Mean loss and accuracy of a merge on each merged expert's tasks, keyed by the expert's alias.
+
+        If `is_reported` is True, the images for reports are used; otherwise the images for choosing coefficients.
+        """
         recipe = Recipe.uniform(
             merge,
             models=self._fingerprints,

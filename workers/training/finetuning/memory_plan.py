@@ -89,7 +89,7 @@ def training_memory(
     """Estimate the memory of the training that `spec` describes, on each of its workers.
 
     `base` has the tensors of the base model. `is_bfloat16` says whether activations are bfloat16; otherwise they are
-    float32. `recomputes` says whether activations are computed again in the backward pass, which saves their memory.
+    float32. `recomputes` says whether activations are computed again in the backward pass, to save their memory.
     """
     value = 2 if is_bfloat16 else FLOAT32
     sizes = {name: math.prod(tensor.shape) for name, tensor in base.tensors.items()}
@@ -210,7 +210,7 @@ def _of_layers(sizes: Mapping[str, int]) -> dict[int, int]:
 
 
 def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether the tensor `name` is the weight of a linear layer in a decoder layer, which NF4 quantises."""
+    """Whether the tensor `name` is the weight of a linear layer in a decoder layer; NF4 quantises these weights."""
     parts = name.split(".")
     return len(shape) == 2 and parts[-1] == "weight" and any(each.isdecimal() for each in parts)
 

@@ -71,8 +71,8 @@ MAX_TOKENS = 4096  # in one forward pass
 class Landscape:
     """Sums of two experts' losses for merges of the two, over a grid of the two coefficients.
 
-    The merge of losses[i][j] is the base plus `coefficients`[i] times the first expert's task vector plus
-    `coefficients`[j] times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
+    `losses[i][j]` is for the merge that is the base plus `coefficients[i]` times the first expert's task vector plus
+    `coefficients[j]` times the second expert's task vector. An expert's loss is the loss of the merge on this expert's
     tasks.
     """
 
@@ -172,7 +172,7 @@ class MergeLosses:
     def of(self, merge: Merge) -> dict[str, float]:
         """Measure the mean loss of a merge on each merged expert's tasks, on the samples for choosing coefficients.
 
-        The result contains a loss for each expert's alias.
+        The losses are keyed by the expert's alias.
         """
         self._hold(merge)
         return {source.model: self._loss(source.model, is_reported=False) for source in merge.sources}
@@ -215,8 +215,8 @@ class _TaskSamples:
     """A task's samples in two disjoint parts: one for choosing coefficients, one for reporting merges.
 
     `chosen_by` and `reported` have the reference answers of the two parts. `span` has the positions of the reported
-    samples: the first position, and the position after the last. Losses are divided by `unit`, a number of the task, so
-    that tasks are comparable.
+    samples: the first position, and the position after the last. Losses are divided by `unit`, the mean size of an
+    answer in the task (method `References.unit`), so that losses on different tasks are comparable.
     """
 
     task: TaskSpec
@@ -248,8 +248,8 @@ class _TaskSamples:
 class _Linearized:
     """Adapter with the method `logits` for a linearized model, so that losses of samples can be computed.
 
-    A linearized model is linear in its weights. The class implements `ModelOfLogits`. `device` is the device of the
-    model.
+    A linearized model is linear in its weights. The class implements the interface `ModelOfLogits`. `device` is the
+    device of the model.
     """
 
     def __init__(self, model: LinearizedModel, device: torch.device) -> None:

@@ -113,12 +113,13 @@ def make_optimizer(
 
     - `method`: the section of the specification that names the optimizer and its options
     - `learning_rate`: the optimizer's learning rate
-    - `seed`: the seed of MergOPT's random draws (`trainer.noise_seed`)
+    - `seed`: the seed of MergOPT's random draws (function `trainer.noise_seed`)
     - `moved`: the parameters to which MergOPT adds its offset while the gradient is computed; None means the trained
       parameters
-    - `fitted`: the result of `fitted_scale`, which gives the scale of MergOPT's noise; None if the specification gives
-      the scale
-    - `vectors`: the task vectors of which offsets are made, from `read_task_vectors`; None if offsets are noise
+    - `fitted`: the result of the function `fitted_scale`, which gives the scale of MergOPT's noise; None if the
+      specification gives the scale
+    - `vectors`: the task vectors of which offsets are made, from the function `read_task_vectors`; None if offsets are
+      noise
     """
     parameters = list(trained)
     is_sgd = method.kind == "sgd" or (method.kind != "adamw" and method.optimizer == "sgd")

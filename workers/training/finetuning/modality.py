@@ -1,8 +1,8 @@
 """TrainingModality: interface for fine-tuning the models of one modality, such as text models or image classifiers.
 
 An implementation provides training data, the model with its loss, and evaluation. The trainer, optimizers, checkpoints
-and history are the same for all modalities. The declaration of a modality (`workers.models.modalities`) names its
-implementation.
+and history are the same for all modalities. The declaration of a modality (package `workers.models.modalities`) names
+its implementation.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Examples(Protocol):
         ...
 
     def num_targets(self, row: int) -> int:
-        """The number of targets of a row: tokens or images whose loss counts."""
+        """The number of targets of a row: the tokens or images whose losses the training loss includes."""
         ...
 
     def origins(self, row: int) -> Sequence[str]:
@@ -58,7 +58,7 @@ class Examples(Protocol):
         ...
 
     def forward_pass(self) -> AbstractContextManager[None]:
-        """Context manager in which the model is called with inputs from the method `inputs`."""
+        """Context manager that must be open while the model is called with results of the method `inputs`."""
         ...
 
 
@@ -91,7 +91,8 @@ class MergeMeasurement(Protocol):
     def of(self, merge: Merge) -> Mapping[str, float]:
         """Measure a merge's mean loss on each merged expert's tasks, on the samples for choosing coefficients.
 
-        Each of an expert's tasks reserves some samples for choosing coefficients, and others for reports.
+        The losses are keyed by the expert's alias. Each task has some samples for choosing coefficients, and other
+        samples for reports.
         """
         ...
 
@@ -115,7 +116,7 @@ class TrainingModality(Protocol):
         ...
 
     def examples(self, spec: FinetuneSpec, base: Path, access: FileAccess | None) -> Examples:
-        """Read the training data. Raises InvalidTask, with the place in the data, if they cannot be used."""
+        """Read the training data of `spec`. Raises InvalidTask, with the place in the data, if they cannot be used."""
         ...
 
     def network(
@@ -123,7 +124,9 @@ class TrainingModality(Protocol):
     ) -> torch.nn.Module:
         """Load the transformers model that is trained; its frozen parameters have `requires_grad` False.
 
-        `options` are passed to `from_pretrained`. Raises InvalidModel if the model cannot be loaded.
+        `base` is the directory of the base model. `options` are passed to transformers' method `from_pretrained`.
+        `access` limits the files that the data may name; None is no limit. Raises InvalidModel if the model cannot be
+        loaded.
         """
         ...
 
@@ -138,13 +141,16 @@ class TrainingModality(Protocol):
     def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
         """Check that a loaded model supports the options of `spec`, and adapt the model and its data to each other.
 
-        `model` is a `models.TrainedModel`, `examples` are the training data, and `device` is the model's device. Raises
-        InvalidModel if the model does not support an option.
+        `model` is an object of the class `models.TrainedModel`, `examples` are the training data, and `device` is the
+        model's device. Raises InvalidModel if the model does not support an option.
         """
         ...
 
     def linearized(self, tangent: TangentModel) -> Any:
-        """Wrap a linearized model, as the method `tangent` returns it, for the argument `called` of `evaluation`."""
+        """Wrap a linearized model, so that it can be the argument `called` of the method `evaluation`.
+
+        The model `tangent` is linear in its weights; the fine-tuning method `tangent` trains such models.
+        """
         ...
 
     def adapter_options(self) -> Mapping[str, Any]:
@@ -161,15 +167,16 @@ class TrainingModality(Protocol):
         """Make the scorer of the evaluation objectives in `spec.evaluation`, which must not be None.
 
         `model` is the model in training. `called` is the callable that computes its outputs: `model` itself, its
-        linearization, or an adapter for shards. Raises InvalidTask if a task cannot be built.
+        linearization, or an adapter for shards. `base` is the directory of the base model. `access` limits the files
+        that tasks may use; None is no limit. Raises InvalidTask if a task cannot be built.
         """
         ...
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
-        """Reason why merge losses cannot be measured on one of an expert's tasks; None if they can be measured.
+        """Reason why the loss of merged models cannot be measured on an expert's task; None if it can be measured.
 
-        The text is the end of a sentence about the task, such as "has no reference answers". Raises InvalidTask if the
-        task cannot be used.
+        `spec` is the fine-tuning of the expert, and `task` is one of its evaluation tasks. The text is the end of a
+        sentence about the task, such as "has no reference answers". Raises InvalidTask if the task cannot be used.
         """
         ...
 
@@ -197,8 +204,9 @@ class TrainingModality(Protocol):
 
 
 def training_of(base: Path) -> TrainingModality:
-    """The implementation for the modality of the base model in the directory `base`.
+    """The TrainingModality object for the modality of the base model in the directory `base`.
 
-    Raises InvalidModel if the base model cannot be read.
+    The modality is the kind of data that the model reads, such as text. Raises InvalidModel if the base model cannot be
+    read.
     """
     return cast("TrainingModality", open_checkpoint(base).modality.training_module())

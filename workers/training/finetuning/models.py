@@ -51,7 +51,7 @@ class TrainedModel:
     def called(self) -> Any:
         """The model to call for scoring and checks, with the interface of a transformers model.
 
-        The result is `module` or, if parameters are sharded, an adapter that computes on all ranks together.
+        The result is the field `module` or, if parameters are sharded, an adapter that computes on all ranks together.
         """
         return ShardedModel(self.loss) if self.is_sharded else self.module
 

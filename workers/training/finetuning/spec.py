@@ -208,7 +208,7 @@ class FinetuneSpec(Section):
     def canonical(self) -> dict[str, Any]:
         """Convert the specification to plain data, with all defaults.
 
-        `parse_spec` returns the same specification from these data.
+        The function `parse_spec` returns the same specification from these data.
         """
         return self.model_dump(mode="json")
 

@@ -26,10 +26,10 @@ CHUNK = 1 << 26
 class TargetLoss(torch.nn.Module):
     """Module that wraps a model and returns the sum of its losses over the target tokens of some rows.
 
-    A target is a token whose loss counts. `model` is a transformers model, a peft model, or a module that returns
-    logits [rows, columns, vocabulary]. `chunk` limits the memory of logits: at most this number of logits is computed
-    at once. If there are more, they are computed for some target tokens at a time, which changes the result only by
-    rounding. For a module that returns logits, `chunk` has no effect.
+    A target is a token whose loss the training loss includes. `model` is a transformers model, a peft model, or a
+    module that returns logits [rows, columns, vocabulary]. `chunk` limits the memory of logits: at most this number of
+    logits is computed at once. If there are more, they are computed for some target tokens at a time; the result then
+    differs only by rounding. For a module that returns logits, `chunk` has no effect.
     """
 
     def __init__(self, model: Any, *, chunk: int = CHUNK) -> None:

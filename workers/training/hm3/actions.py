@@ -2,8 +2,8 @@
 
 A policy draws an action for each step of a layer path, which is a sequence of layers of the source models. With the
 action WOLPERTINGER, a policy draws a proto-action, a point in the space of the steps' embeddings, from a normal
-distribution. `wolpertinger` chooses a step near this point. With CATEGORICAL, the policy draws one of the allowed
-steps. The logit of a step is the product of the policy network's output with the step's embedding.
+distribution. The module `wolpertinger` chooses a step near this point. With CATEGORICAL, the policy draws one of the
+allowed steps. The logit of a step is the product of the policy network's output with the step's embedding.
 
 If layers have scales (factors on the residual stream after a layer), a proto-action has one more number: the scale of
 the last layer, as a position in the range of scales.

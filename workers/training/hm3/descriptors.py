@@ -2,7 +2,7 @@
 
 The statistics are computed over all weights of each component of a layer (attention, MLP, norms): the mean, the
 logarithm of the standard deviation, the kurtosis, and the logarithm of the distance from the base's layer relative to
-the base's norm. The paper embeds the layers' parameters without stating how. These statistics are a choice of this
+the base's norm. The HM3 paper embeds the layers' parameters without stating how. These statistics are a choice of this
 project.
 """
 

@@ -100,12 +100,12 @@ def play(
     With the action WOLPERTINGER the policy draws, for each step, a proto-action: a point in the space of the steps'
     embeddings. The `k` nearest allowed steps are the candidates, and the candidate with the best expected outcome is
     taken. Expected outcomes of several objectives are compared by their weighted sum or, if the point `ideal` is given,
-    by Tchebycheff's function (`scalarisation`). With the probability `exploration` of the role a candidate is drawn at
-    random instead. The role's `noise` multiplies the deviation of proto-actions. If `exploration` and `noise` are 0,
-    the path is the one that the policy prefers.
+    by Tchebycheff's function (module `scalarisation`). With the probability `exploration` of the role a candidate is
+    drawn at random instead. The role's `noise` multiplies the deviation of proto-actions. If `exploration` and `noise`
+    are 0, the path is the one that the policy prefers.
 
-    With CATEGORICAL the policy draws one of the allowed steps. With the probability `exploration`, all allowed steps
-    have the same probability. The role's `noise` is the temperature, and `k` is not used.
+    With CATEGORICAL the policy draws one of the allowed steps. With the role's probability `exploration`, all allowed
+    steps have the same probability. The role's `noise` is the temperature, and `k` is not used.
 
     If only one step is allowed, the step is taken without the policy. For example, after a path of maximal length only
     the end can follow; this end is no part of the episode. If a role gives the path, the policy later learns from it as

@@ -1,6 +1,6 @@
 """PPO learner of version 1 of the searcher `hm3`; studies that began with this version continue with it.
 
-This learner differs from `learner` in three points:
+This learner differs from the learner of the module `learner` in three points:
 
 - The ratios of PPO refer to the networks that built the episodes, which are one update older. The ratios are outside
   PPO's clip almost always, so the clip has no effect.

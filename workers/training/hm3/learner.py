@@ -84,7 +84,7 @@ class UpdateStatistics:
       policy network
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after this training
     - `drift`: the KL divergence between the policy after this training and the policy at the end of the update. In
-      between, the value network is trained, which changes the encoder that both networks share.
+      between, the training of the value network changes the encoder that both networks share.
     - `policy_steps`: the number of gradient steps of the policy network
 
     In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and `clipped`, `drift` and
@@ -107,7 +107,7 @@ class BaseLearner(ABC):
     the value network learns. The learner computes on the CPU in float32. In an episode, a policy builds one layer path,
     a sequence of layers of several models; `paths` has these models. `descriptors` are statistics of the layers'
     weights, or None. `networks` are the options of the networks, and `options` are the options of the learner. `seed`
-    determines the learner's random numbers. Subclasses implement `_learn` with their own optimizers.
+    determines the learner's random numbers. Subclasses implement the method `_learn` with their own optimizers.
     """
 
     def __init__(
@@ -140,9 +140,9 @@ class BaseLearner(ABC):
         """The ideal point [objectives], the best known outcome in each objective of the remembered episodes.
 
         An episode is a sequence of layers (layer path) that a policy has built for a new model, and an outcome is a
-        score of this model. Tchebycheff's function measures the distance of outcomes from the point (`scalarisation`).
-        If no episode is remembered, each number is 1, the best possible outcome. The result is None if outcomes are
-        combined by weighted sums.
+        score of this model. Tchebycheff's function measures the distance of outcomes from the point (module
+        `scalarisation`). If no episode is remembered, each number is 1, the best possible outcome. The result is None
+        if outcomes are combined by weighted sums.
         """
         if self.options.scalarisation is Scalarisation.WEIGHTED_SUM:
             return None
@@ -155,8 +155,8 @@ class BaseLearner(ABC):
 
         `outcomes_BK` [episodes, objectives] are the episodes' outcomes, from which the price of the path's length is
         already subtracted. The policy learns to raise one number, into which the outcomes are combined by the episode's
-        preference vector, the weights of the objectives (`scalarisation`). Raises TrainingFailed if an outcome, a loss
-        or a number in the networks is NaN or infinite; the learner must not be used after that.
+        preference vector, the weights of the objectives (module `scalarisation`). Raises TrainingFailed if an outcome,
+        a loss or a number in the networks is NaN or infinite; the learner must not be used after that.
         """
         batch = EpisodeBatch.of(episodes, outcomes_BK)
         self._check(batch.outcomes, "an outcome")
@@ -186,12 +186,12 @@ class BaseLearner(ABC):
         return buffer.getvalue()
 
     def restore(self, content: bytes, *, remembers: bool = True) -> None:
-        """Restore the state `content` that `to_bytes` returned for networks of the same shapes.
+        """Restore the state `content` that the method `to_bytes` returned for networks of the same shapes.
 
         The state contains a replay buffer, the episodes of earlier updates from which the value network also learns.
         `remembers` is False for a state that another search has saved; its buffer is then left out. Raises ValueError
-        if the saved networks have other shapes, or if the saved policy draws another kind of action (`Action`) than
-        this learner's policy. Raises TrainingFailed if the saved networks contain NaN or infinity.
+        if the saved networks have other shapes, or if the saved policy draws another kind of action (class `Action`)
+        than this learner's policy. Raises TrainingFailed if the saved networks contain NaN or infinity.
         """
         state = torch.load(io.BytesIO(content), weights_only=True)
         given = {name: list(tensor.shape) for name, tensor in state["networks"].items()}
@@ -262,10 +262,10 @@ class Learner(BaseLearner):
 
     An update has two phases, after Cobbe et al., "Phasic Policy Gradient" (2020). In the first phase, the policy
     network learns from the iteration's episodes, whose states are frozen. PPO's ratios refer to the policy at the start
-    of the update, so they begin at 1. The phase ends when the KL divergence from that policy is above `target_kl`. In
-    the second phase, the value network and the encoder learn from all episodes so far. This changes the encoder's
-    states, which the policy network reads. Therefore the policy network is trained to draw the same actions from the
-    new states.
+    of the update, so they begin at 1. The phase ends when the KL divergence from that policy is above the option
+    `target_kl`. In the second phase, the value network and the encoder learn from all episodes so far. This changes the
+    encoder's states, which the policy network reads. Therefore the policy network is trained to draw the same actions
+    from the new states.
 
     The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
     where gamma is the discount factor and n is the number of steps that are left.
@@ -437,7 +437,7 @@ class Learner(BaseLearner):
 def action_in(content: bytes) -> Action:
     """The kind of action that a saved policy draws for each step (next layer) of a layer path.
 
-    `content` is the policy's saved state (`BaseLearner.to_bytes`).
+    `content` is the policy's saved state (method `BaseLearner.to_bytes`).
     """
     return _action_of(torch.load(io.BytesIO(content), weights_only=True))
 

@@ -49,7 +49,7 @@ class Networks(nn.Module):
 
     A layer path is a sequence of layers of several models. `paths` has the models through which paths lead, and
     `options` has the sizes of the networks. `descriptors` [num_models, num_layers, num_statistics] are standardised
-    statistics of the layers' weights (`layer_descriptors`). If it is None, the statistics are 0.
+    statistics of the layers' weights (function `layer_descriptors`). If it is None, the statistics are 0.
     """
 
     def __init__(self, paths: LayerPaths, options: NetworkOptions, descriptors: Tensor | None = None) -> None:
@@ -127,9 +127,9 @@ class Networks(nn.Module):
 
         An action (proto-action) is a point in the space of the steps' embeddings; the next step (layer) of a layer path
         is chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of
-        the path so far, as a position in the range of scales. In equation 16 of the paper, a separate network computes
-        the scale; here it is an output of the policy network. `states` [..., H] are states of the encoder, with H
-        numbers each. `preference_K` has the weight of each objective.
+        the path so far, as a position in the range of scales. In equation 16 of the HM3 paper, a separate network
+        computes the scale; here the scale is an output of the policy network. `states` [..., H] are states of the
+        encoder, with H numbers each. `preference_K` has the weight of each objective.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

@@ -15,7 +15,7 @@ __all__ = ["allowed_steps", "stop_of"]
 def stop_of(paths: LayerPaths) -> int:
     """Number that stands for the end of a layer path among the numbers of a policy's possible steps.
 
-    A layer path is a sequence of layers of several models, which makes a new model. A policy builds it step by step:
+    A layer path is a sequence of layers of several models, and describes a new model. A policy builds it step by step:
     each step is the next layer, or the end of the path. The layers of all models of `paths` are numbered from 0, and
     the end has the first number after them.
     """

@@ -49,8 +49,8 @@ class PolicyTrainingOptions:
       otherwise there is a policy for each vector
     - `learns`: whether policies learn; otherwise the policies with which the search began build all episodes, for each
       preference vector in turn
-    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by
-      `FirstLearner`, and policies of different searches may have the same random numbers.
+    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by the
+      class `FirstLearner`, and policies of different searches may have the same random numbers.
     """
 
     episodes: int = 16
@@ -311,8 +311,7 @@ class PolicyTraining:
 
         A layer path is the sequence of layers of a new model. `content` is the policy's checkpoint. `preference` has
         the weights of the objectives. The first path is the one that the policy prefers. In the other paths, each step
-        is drawn at random with the probability `options.exploration`, which is the lowest probability of random steps
-        in a search.
+        is drawn at random with the lowest probability of random steps in a search (option `exploration`).
         """
         learner = self._new(0)
         learner.restore(content)
@@ -341,7 +340,7 @@ class PolicyTraining:
         return generator_of(self._stream(stream), number).initial_seed()
 
     def _stream(self, name: str) -> int | str:
-        """Seed of the random numbers for one purpose, which is named by `name`.
+        """Seed of the random numbers for the purpose called `name`.
 
         The seed differs between purposes and searches. In version 1 of the searcher, it is the seed of the search.
         """

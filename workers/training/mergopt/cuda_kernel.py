@@ -1,4 +1,4 @@
-"""CUDA kernel that adds MergOPT's noise to one tensor, with the same bits as `noise.add_plainly`.
+"""CUDA kernel that adds MergOPT's noise to one tensor, with the same bits as the function `noise.add_plainly`.
 
 Without a device, the kernel runs in Triton's interpreter, where it is tested in float32.
 """

@@ -39,7 +39,7 @@ class Part:
         """Add MergOPT's noise to this part of a parameter, in place; gradients are computed with the noise.
 
         `quantiles` are the 2^16 quantiles of the noise's distribution (float32). `key` is the seed of the random
-        numbers (`noise.draw_key`).
+        numbers (function `noise.draw_key`).
         """
         add(self.tensor, quantiles, key=key, start=self.start)
 
@@ -69,8 +69,8 @@ def add(tensor: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) 
     """Add MergOPT's noise to the elements of `tensor`, in place; gradients are computed with the noise.
 
     The noise of an element is one of `quantiles`, the 2^16 quantiles (float32) of the noise's distribution. The
-    quantile is chosen by a hash of `key`, the seed of the random numbers (`noise.draw_key`), and of the element's
-    index. `start` is the index of the first element of `tensor` among the elements of all parameters.
+    quantile is chosen by a hash of `key`, the seed of the random numbers (function `noise.draw_key`), and of the
+    element's index. `start` is the index of the first element of `tensor` among the elements of all parameters.
     """
     whole = tensor if tensor.is_contiguous() else tensor.contiguous()
     if whole.dtype in kernel.DTYPES and whole.device.type in ("cpu", "cuda"):

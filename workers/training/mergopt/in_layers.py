@@ -33,9 +33,10 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which passes of `model` use its parameters plus noise, forward and backward.
 
-    `parts` are the parts of parameters that this process holds; their parameters get noise. `tables` has the quantiles
-    of the noise's distribution on each device, from which random numbers are made. `key` determines the random numbers
-    (`noise.draw_key`). Raises ValueError if `model` lacks one of the parameters.
+    `parts` are the parts of parameters that this process holds; their parameters get noise. `tables` has, for each
+    device, the quantiles of the noise's distribution; the noise of an element is one of the quantiles, which a hash of
+    the element's index and of `key` selects (function `noise.draw_key`). Raises ValueError if `model` lacks one of the
+    parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -59,8 +60,8 @@ def offset_in_layers(
 class _Note:
     """Record from which the backward pass recomputes a tensor with noise; autograd saves it instead of the tensor.
 
-    The tensor is a view of a parameter (`read`) to which noise is added. `size` and `stride` are the view's shape and
-    strides, and `place` is the offset of the view's first element in memory.
+    The tensor is a view of the parameter that `read` describes, with noise added to it. `size` and `stride` are the
+    view's shape and strides, and `place` is the offset of the view's first element in memory.
     """
 
     read: _Read
@@ -88,7 +89,7 @@ class _Read(NamedTuple):
 
 
 class _Draw:
-    """Noise of one optimizer step, which layers see when they read their parameters.
+    """Noise of one optimizer step, which is added to parameters when layers read them.
 
     The object also has a table of the tensors that currently have this noise, by the address of their memory. The
     backward pass computes such a tensor again, so that no copy of it is saved. `tables` has the quantiles of the

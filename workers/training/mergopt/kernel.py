@@ -1,4 +1,4 @@
-"""Compiled CPU kernel that adds MergOPT's noise, bit-identical to `noise.add_plainly` and several times as fast."""
+"""Compiled CPU kernel that adds MergOPT's noise with the bits of `noise.add_plainly`, several times as fast."""
 
 from __future__ import annotations
 
@@ -26,10 +26,11 @@ MASK_32 = HIGH_WORD - 1
 def add_noise(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start: int) -> None:
     """Add MergOPT's noise to the contiguous CPU tensor `flat` in place, by compiled code.
 
-    The optimizer MergOPT computes gradients at parameters with noise. The result is the same as by `noise.add_plainly`.
-    The dtype of `flat` is one of DTYPES. The noise of an element is one of `quantiles`, the 2^16 quantiles (float32) of
-    the noise's distribution. The quantile is chosen by a hash of `key`, the seed of the random numbers, and of the
-    element's index. `start` is the index of the first element of `flat` among the elements of all parameters.
+    The optimizer MergOPT computes gradients at parameters with noise. The result is the same as by the function
+    `noise.add_plainly`. The dtype of `flat` is one of DTYPES. The noise of an element is one of `quantiles`, the 2^16
+    quantiles (float32) of the noise's distribution. The quantile is chosen by a hash of `key`, the seed of the random
+    numbers, and of the element's index. `start` is the index of the first element of `flat` among the elements of all
+    parameters.
     """
     words, table = as_array(flat), quantiles.numpy()
     k0, k1 = key_words(key)

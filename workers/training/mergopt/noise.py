@@ -84,9 +84,9 @@ def add_plainly(flat: torch.Tensor, quantiles: torch.Tensor, *, key: int, start:
 
     The compiled kernels for CPU and CUDA give the same result, bit for bit. `flat` has any floating dtype. The noise of
     an element is one of `quantiles`, the 2^16 quantiles (float32, on the device of `flat`) of the noise's distribution.
-    The quantile is chosen by a hash of `key`, the seed of the random numbers (`draw_key`), and of the element's index.
-    `start` is the index of the first element of `flat` among the elements of all parameters. Sums are computed in
-    float32 and rounded once to the dtype of `flat`.
+    The quantile is chosen by a hash of `key`, the seed of the random numbers (function `draw_key`), and of the
+    element's index. `start` is the index of the first element of `flat` among the elements of all parameters. Sums are
+    computed in float32 and rounded once to the dtype of `flat`.
     """
     for first in range(0, flat.numel(), CHUNK):
         part = flat[first : first + CHUNK]

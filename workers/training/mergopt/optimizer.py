@@ -56,9 +56,9 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """Factor on the random task vectors in the offset that is added to the parameters: `num_models` * `alpha` - 1.
+        """Factor on the random task vectors in the offset added to parameters: field `num_models` * field `alpha` - 1.
 
-        The offset simulates a merge. The factor is (K alpha - 1) in the paper's algorithm 1.
+        The offset simulates a merge. The factor is (K alpha - 1) in algorithm 1 of the MergOPT paper.
         """
         return self.num_models * self.alpha - 1
 
@@ -91,18 +91,18 @@ class MergOPT(OptimizerWrapper):
             scaler.scale(loss()).backward()
         scaler.step(optimizer)              # the parameters are theta
 
-    Each step of the optimizer has one draw of alpha, K and z, however often `offset` is entered before the step.
-    Outside of `offset` the parameters are theta, bit for bit. By default the parameters are restored from a copy, which
-    needs the memory of all parameters. With `model` the parameters never change: the noise is added where the layers of
-    `model` read their weights, and computed again in the backward pass, which needs the memory of the largest tensor
-    (`in_layers`).
+    Each step of the optimizer has one draw of alpha, K and z, however often the context `offset` is entered before the
+    step. Outside of this context the parameters are theta, bit for bit. By default the parameters are restored from a
+    copy, which needs the memory of all parameters. With `model` the parameters never change: the noise is added where
+    the layers of `model` read their weights, and computed again in the backward pass, which needs the memory of the
+    largest tensor (module `in_layers`).
 
     `noise` is the distribution of z, or the task vectors of experts from which offsets are made. If offsets simulate
     merges of N given experts, K is at most N + 1. alpha is drawn from `coefficients`, and K is drawn from 1 to
     `max_models`. `moved` are the parameters that get an offset, by default the parameters of the optimizer; if adapters
     are trained, they are the frozen weights that the adapters change. `seed` and the number of the step determine the
-    draw; both are in `state_dict`. All ranks of a data-parallel or fully sharded model must have the same seed, and
-    hold their parameters in the same order.
+    draw; both are in the result of the method `state_dict`. All ranks of a data-parallel or fully sharded model must
+    have the same seed, and hold their parameters in the same order.
     """
 
     def __init__(
@@ -161,8 +161,9 @@ class MergOPT(OptimizerWrapper):
 
         A training step simulates a merge, whose random settings are the draw that the context yields. Without given
         experts, the offset is (K alpha - 1) z: K is the number of merged models, alpha is their coefficient, and z is a
-        random vector that stands for the task vector of each model. With given experts (`task_vectors`), the offset is
-        the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts are nested.
+        random vector that stands for the task vector of each model. With given experts (module `task_vectors`), the
+        offset is the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts
+        are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
@@ -231,9 +232,9 @@ class MergOPT(OptimizerWrapper):
         """Update the parameters with gradients that were computed while an offset was added to them (context `offset`).
 
         The offset simulates a later merge. If `closure` is given, it is called to compute the gradients with the
-        offset, and its result is returned. Without `closure`, the caller must have computed the gradients within
-        `offset`. Raises RuntimeError if no gradients were computed within `offset` since the last step, or if `step` is
-        called within `offset`.
+        offset, and its result is returned. Without `closure`, the caller must have computed the gradients within the
+        context `offset`. Raises RuntimeError if no gradients were computed within this context since the last step, or
+        if the method `step` is called within this context.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: step() within offset(); the update belongs to theta, so leave offset() first")
@@ -254,8 +255,8 @@ class MergOPT(OptimizerWrapper):
         MergOPT adds a random offset to the parameters while gradients are computed, to simulate a later merge.
         MergOPT's own part of the state has the seed and the number of updates so far, which determine the next offset.
         It also has the number of elements that get an offset and, if offsets are made of the task vectors of given
-        experts, the digest of these task vectors; `load_state_dict` compares this number and this digest with the
-        optimizer that is restored.
+        experts, the digest of these task vectors; the method `load_state_dict` compares this number and this digest
+        with the optimizer that is restored.
         """
         own = {"seed": self._seed, "step": self._step, "moved": self.num_moved, **self._experts}
         return {**super().state_dict(), STATE: own}
@@ -263,8 +264,8 @@ class MergOPT(OptimizerWrapper):
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
         """Restore the state of the wrapped optimizer, the seed and the step's number from `state_dict`.
 
-        `state_dict` must be a result of the method `state_dict`. MergOPT adds an offset to parameters, which simulates
-        a later merge. If the state was saved by an earlier version, it may lack the number of elements that got an
+        `state_dict` must be a result of the method `state_dict`. MergOPT adds an offset to parameters, to simulate a
+        later merge. If the state was saved by an earlier version, it may lack the number of elements that got an
         offset; this number is then not checked.
 
         Raises:
@@ -288,8 +289,8 @@ def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) ->
 
     MergOPT adds offsets to the parameters, to simulate merges with given experts. The task vectors of these experts
     must have the same shapes as `parts`, in the same order. `in_layers` says whether offsets are added where layers
-    read their parameters, which saves a copy of the parameters. `in_layers` must be False, because offsets of task
-    vectors need this copy.
+    read their parameters, to save a copy of the parameters. `in_layers` must be False, because offsets of task vectors
+    need this copy.
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")

@@ -28,12 +28,13 @@ SAM_RHO, ASAM_RHO, ASAM_ETA = 0.05, 0.5, 0.01
 class SharpnessAware(OptimizerWrapper):
     """Wrapper of any optimizer for sharpness-aware minimization (SAM or ASAM).
 
-    `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the loss. The
-    closure is called twice: at the parameters, and at the parameters plus an offset. The first loss is returned. `rho`
-    > 0 is the size of the offset; if `rho` is None, the size in the paper is used. `is_adaptive` selects ASAM, which
-    scales the offset by the magnitudes of the parameters plus `eta`. Under data parallelism, gradients are averaged
-    over ranks before the offset is computed, so that all ranks have the same offset. If parameters are sharded, each
-    rank has its part of the offset, computed with the gradient's norm over all ranks.
+    The method `step` takes a closure that clears the gradients, computes the loss and its gradients, and returns the
+    loss. The closure is called twice: at the parameters, and at the parameters plus an offset. The first loss is
+    returned. `rho` > 0 is the size of the offset; if `rho` is None, the size in the paper of SAM or ASAM is used.
+    `is_adaptive` selects ASAM, which scales the offset by the magnitudes of the parameters plus `eta`. Under data
+    parallelism, gradients are averaged over ranks before the offset is computed, so that all ranks have the same
+    offset. If parameters are sharded, each rank has its part of the offset, computed with the gradient's norm over all
+    ranks.
     """
 
     def __init__(
@@ -50,8 +51,8 @@ class SharpnessAware(OptimizerWrapper):
 
         `closure` clears the gradients, computes the loss and its gradients, and returns the loss. The closure is called
         twice: at the parameters, and at the parameters plus an offset in whose direction the loss rises. The update
-        uses the gradients of the second call; the result is the loss of the first call. Raises ValueError without a
-        closure.
+        uses the gradients of the second call; the result is the loss of the first call. Raises ValueError if `closure`
+        is None.
         """
         if closure is None:
             raise ValueError("sam: step() needs a closure, which it calls at two points")

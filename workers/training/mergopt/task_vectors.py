@@ -43,7 +43,8 @@ class TaskVectors:
     offset. `origin` has the values of these parameters in the base model; the offsets then simulate merges with the
     experts. If `origin` is None, offsets are resampled: for each parameter, the offset is the task vector of a randomly
     drawn expert, times a factor. If parameters are sharded, `vectors` and `origin` have this rank's parts, and
-    `known_digest` is the digest of the whole task vectors (`digest_of`). Raises ValueError if there is no expert.
+    `known_digest` is the digest of the whole task vectors (function `digest_of`). Raises ValueError if there is no
+    expert.
     """
 
     vectors: Sequence[Sequence[torch.Tensor]]
@@ -58,15 +59,15 @@ class TaskVectors:
     def max_models(self) -> int | None:
         """The largest number of models in a simulated merge: one more than the number of experts, or None for no limit.
 
-        If `origin` has the base's parameters, a simulated merge has the present model and each expert at most once. If
-        `origin` is None there is no limit: the offset of each parameter is the task vector of one randomly drawn
-        expert, times a factor that depends on the number of models.
+        If the field `origin` has the base's parameters, a simulated merge has the present model and each expert at most
+        once. If the field is None, there is no limit: the offset of each parameter is the task vector of one randomly
+        drawn expert, times a factor that depends on the number of models.
         """
         return None if self.origin is None else 1 + len(self.vectors)
 
     @cached_property
     def digest(self) -> str:
-        """A hash (hex) of the elements of all task vectors, which identifies them."""
+        """A hash (hex) that identifies the task vectors: it is computed from all of their elements."""
         return self.known_digest or digest_of(tensor for vector in self.vectors for tensor in vector)
 
     def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:

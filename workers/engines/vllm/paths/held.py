@@ -241,8 +241,8 @@ class _Between:
 class _Aligned:
     """Cache of alignments: maps of the residual stream between layers that do not follow each other in one model.
 
-    The alignments are on the device and in the dtype of the tensor `like`. At most `most` alignments are kept, which is
-    the number of layers in the longest path. The least recently used alignments are dropped.
+    The alignments are on the device and in the dtype of the tensor `like`. At most `most` alignments are kept; `most`
+    is the number of layers in the longest path. The least recently used alignments are dropped.
     """
 
     def __init__(self, like: torch.Tensor, *, most: int) -> None:
@@ -289,7 +289,7 @@ def _digest_of(alignment: Alignment) -> str:
 def _outside(recipe: Recipe) -> Hashable:
     """Key that identifies the merged tensors outside layers: embedding, final norm and output head.
 
-    Two recipes with equal keys give equal tensors from the same source models. This holds only for recipes without
+    Two recipes with equal keys give equal tensors from the same source models. The rule holds only for recipes without
     merges of single tensors.
     """
     recipe = recipe.canonical()

@@ -7,8 +7,8 @@ may be used at several hops.
 The path is an attribute of the model; compiled code and captured graphs would ignore its changes. Therefore the model
 is neither compiled nor captured, and its engine runs eagerly.
 
-Alignments of the path (`workers.alignments`) are not parameters, because parameters are written in place. The attribute
-`alignments` has the tensors of the alignments in use, keyed by digest.
+Alignments of the path (package `workers.alignments`) are not parameters, because parameters are written in place. The
+attribute `alignments` has the tensors of the alignments in use, keyed by digest.
 """
 
 from __future__ import annotations
@@ -62,8 +62,9 @@ LAYER_OF: Mapping[str, MakeLayer] = {
 class PathModel(nn.Module):
     """A decoder that computes the layers listed in its attribute `path`, in this order.
 
-    `path` is a sequence of hops (`pool.Hop`). A hop names a layer, factors on its outputs, and an alignment (map of the
-    residual stream) before it. `path` may be set between forward passes, when no request is in flight.
+    The attribute is a sequence of hops (class `pool.Hop`). A hop names a layer, factors on its outputs, and an
+    alignment (map of the residual stream) before it. The attribute may be set between forward passes, when no request
+    is in flight.
     """
 
     hf_to_vllm_mapper = LlamaModel.hf_to_vllm_mapper
@@ -145,7 +146,7 @@ def _walk(
 
 
 class PathForCausalLM(LlamaForCausalLM):  # type: ignore[misc]  # vLLM has no types
-    """The causal language model for layer paths: `PathModel` with vLLM's output head (Llama, Mistral, Qwen2, Qwen3).
+    """The causal language model for layer paths: PathModel with vLLM's output head (Llama, Mistral, Qwen2, Qwen3).
 
     A layer path names the layers of a merge in the order in which they are computed. The head may be tied to the
     embedding.

@@ -1,7 +1,7 @@
 """Options, memory sizes and possible merges of an engine, for the process that starts vLLM.
 
-`WeightContents` is for one model with the base's layers. Its subclasses are for other models, such as layer paths. The
-class `Engine` is the same for all models: start, swaps, evidence, canary.
+The class `WeightContents` is for one model with the base's layers. Its subclasses are for other models, such as layer
+paths. The class `Engine` is the same for all models: start, swaps, evidence, canary.
 """
 
 from __future__ import annotations
@@ -93,7 +93,7 @@ class WeightContents:
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """Options that depend on the device and its memory: (options of vLLM, options for opening the source weights).
 
-        The second dict has arguments of the method `mergesearch_open` of `MergeExtension`.
+        The second dict has arguments of the method `mergesearch_open` of the class `MergeExtension`.
         """
         opening: dict[str, Any] = {
             "keeps_ranks": self.options.rank_cache,

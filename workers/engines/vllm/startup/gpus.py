@@ -53,9 +53,9 @@ def free_gpu_bytes(
     An engine that was just killed may still hold GPU memory. Therefore the function checks every `poll_s` seconds
     whether the share MOSTLY_FREE of the memory is free. The function waits for at most `wait_s` seconds, or for at most
     `leaving_wait_s` seconds while processes of a killed engine still run. On several GPUs, a process of a killed engine
-    ends only when it has computed its current merge. `leaving` returns descriptions of these processes
-    (`engine_leftovers` by default). A log message says what the function waits for. Raises EngineUnavailable if the
-    memory cannot be read.
+    ends only when it has computed its current merge. `leaving` returns descriptions of these processes (by default the
+    function `engine_leftovers`). A log message says what the function waits for. Raises EngineUnavailable if the memory
+    cannot be read.
     """
     started, noted = time.monotonic(), ""
     while True:
@@ -94,7 +94,7 @@ def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
     """Current GPU memory as (free, total) bytes, the smallest of each over the first `num_gpus` GPUs.
 
     If there are several GPUs, a subprocess reads their memory. Reading it in this process would create a CUDA context
-    on each GPU, which takes memory from the process that computes on the GPU.
+    on each GPU. A context takes memory from the process that computes on the GPU.
     """
     if num_gpus == 1:
         import torch

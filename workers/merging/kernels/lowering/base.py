@@ -51,7 +51,7 @@ def fuses(name: str, *, is_on_cuda: bool = False) -> Callable[[Lowering], Loweri
     """Decorator for the function that makes the kernel rules of the merge method `name`.
 
     A rule is the formula that a kernel executes, as plain data. The function takes a merge and its operands, and
-    returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if
+    returns the rule. `is_on_cuda` says whether CUDA, too, has a kernel for the rule. Raises ValueError if the package
     `search_spaces.methods` does not declare the method, or if a function is already registered for the method.
     """
     if name not in METHODS:
@@ -88,8 +88,8 @@ def factors(stored: Operands) -> Words:
     """Numbers for computing tie-breaking marks in kernels, one for each source.
 
     Marks are hashes that order elements of equal magnitude, and so break ties at a threshold. The mark of an element is
-    a hash of its index, times the source's factor (`TieOrder.factor`), modulo 2^32. `stored` are the operands of the
-    merge, whose field `orders` has the rule for each source.
+    a hash of its index, times the source's factor (property `TieOrder.factor`), modulo 2^32. `stored` are the operands
+    of the merge, whose field `orders` has the rule for each source.
     """
     assert stored.orders is not None, "not given the orders of the sources"
     return tuple(order.factor for order in stored.orders)

@@ -63,8 +63,8 @@ def _variable_squares(merge: Merge, stored: Operands) -> tuple[tuple[Comparison,
     share to select, and `stored` has the operands with their statistics. The first result describes the threshold, in
     the form of the first four fields of the kernel rules `Variable` and `VariableElection`:
 
-    - how variances are compared with the threshold: by variance and mark (`ByMark`), or by variance alone
-      (`ByMagnitude`)
+    - how variances are compared with the threshold: by variance and mark (class `ByMark`), or by variance alone (class
+      `ByMagnitude`)
     - the variance of the threshold
     - the mark of the threshold, a number that orders elements of equal variance
     - the factor by which hashes of the elements' indices are multiplied to give their marks
