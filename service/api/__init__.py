@@ -10,6 +10,7 @@
 - `requests`: reads the body of a request, limited in size
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: converts stored records to JSON documents
+- `job_documents`: the documents of jobs, as the sender of a request may see them
 - `conditional`: responses with status 304 for results that a client has already
 - `ray_dashboard`: Ray's dashboard, read-only
 - `record_cache`: run records and reports of recently requested studies

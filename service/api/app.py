@@ -44,10 +44,13 @@ from service.api.routes import (
     login,
     models,
     operations,
+    plots,
     queue,
     ray_dashboard,
     results,
+    samples,
     served,
+    trials,
 )
 from service.api.routes import notifications as notification_routes
 from service.api.sample_mover import move_old_samples
@@ -238,7 +241,10 @@ def _router() -> APIRouter:
         events.router,
         models.router,
         finetunes.router,
+        trials.router,
+        samples.router,
         results.router,
+        plots.router,
         exports.router,
         queue.router,
         served.router,

@@ -37,7 +37,7 @@ from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
 from service.store.notifications import NotificationStore
-from service.types import JobRecord, Scope
+from service.types import JobRecord, Scope, TrialRecord
 
 __all__ = [
     "ID_PATTERN",
@@ -55,6 +55,7 @@ __all__ = [
     "TrialNumber",
     "UsedStudy",
     "found_job",
+    "found_trial",
     "given",
 ]
 
@@ -169,6 +170,14 @@ def found_job(services: Services, sender: Principal, job_id: str, kind: JobKind,
     if record.kind != kind.name:
         raise Refusal(404, f"{kind.noun} {job_id!r}: is a {kind_of(record.kind).noun}, not a {kind.noun}")
     return record
+
+
+def found_trial(services: Services, study: JobRecord, number: int) -> TrialRecord:
+    """Read a trial of a study. Raises Refusal with status 404 if there is no such trial (yet)."""
+    try:
+        return services.store.trial(study.id, number)
+    except NotFound as error:
+        raise Refusal(404, f"trial {number}: study {study.name!r} has no such trial (yet)") from error
 
 
 Study = Annotated[JobRecord, given(SEARCH)]

@@ -13,15 +13,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from search_spaces.study.engine import Engine
 from service.api.request_counter import Histogram, RequestCounter
 from service.cluster.queue import Reason
 from service.cluster.reconciler import QueueState
 from service.disk import DRAINED, existing
-from service.jobs.finetune.events import WORKERS
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import waits_for_start
 from service.jobs.registry import KINDS
-from service.jobs.search.kind import SEARCH
 from service.store import Store
 from service.types import DriverWait, EventKind, JobRecord, JobState, TrialState
 
@@ -183,6 +180,11 @@ def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], 
     return read
 
 
+def _has_search(job: JobRecord) -> bool:
+    """Whether a job is one of those, such as studies, that score samples for trials."""
+    return job.kind in KINDS and KINDS[job.kind].has_search
+
+
 def _is_queued(scrape: Scrape) -> Samples:
     if scrape.stored is not None:
         for job in scrape.stored.shown:
@@ -195,7 +197,7 @@ def _progress(key: str) -> Callable[[Scrape], Samples]:
     `key` is the name of the number in the study's stored progress, such as `samples_scored`. Studies without this
     number get no sample.
     """
-    return _each_job(lambda job: job.progress.get(key) if job.kind == SEARCH.name and job.progress else None)
+    return _each_job(lambda job: job.progress.get(key) if _has_search(job) and job.progress else None)
 
 
 def _states(scrape: Scrape) -> Samples:
@@ -211,7 +213,7 @@ def _setbacks(scrape: Scrape) -> Samples:
 
 def _trials(scrape: Scrape) -> Samples:
     for job in scrape.stored.shown if scrape.stored is not None else ():
-        if job.kind == SEARCH.name and job.progress:
+        if _has_search(job) and job.progress:
             for state in TrialState:
                 yield {**_of_job(job), "state": state.value}, job.progress["trials"].get(state.value, 0)
 
@@ -252,14 +254,11 @@ def _last_waits(scrape: Scrape) -> Samples:
 
 
 def _waits_for_workers(job: JobRecord) -> float:
-    waits = job.waiting_for or ""
-    return not job.state.is_finished and (waits == WORKERS or waits.startswith(ENGINE))
+    return not job.state.is_finished and waits_for_start(job.waiting_for)
 
 
 def _gpu_seconds(job: JobRecord) -> float | None:
-    if job.kind != SEARCH.name:
-        return None
-    return job.wall_clock_s * Engine.model_validate(job.document["engine"]).num_gpus
+    return job.wall_clock_s * KINDS[job.kind].demand(job).num_gpus if _has_search(job) else None
 
 
 # -- declarations ------------------------------------------------------------------------------------------------------

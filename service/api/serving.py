@@ -10,7 +10,7 @@ from service.api.dependencies import Services
 from service.api.problems import Refusal
 from service.api.protocols import Principal
 from service.cluster.queue import TeamState
-from service.jobs.serving.kind import SERVING
+from service.jobs.registry import kind_of
 from service.jobs.serving.request import check_number
 from service.store import Store
 from service.types import JobRecord, TeamLimits, TeamUsage
@@ -20,7 +20,12 @@ __all__ = ["check_move", "check_resume", "check_serving", "served_jobs", "usable
 
 def served_jobs(store: Store, study_id: str) -> list[JobRecord]:
     """List the unfinished jobs that serve the study with the id `study_id`, oldest first."""
-    return [job for job in store.unfinished_jobs() if job.kind == SERVING.name and job.document["study"] == study_id]
+    found = []
+    for job in store.unfinished_jobs():
+        study_of = kind_of(job.kind).study_of
+        if study_of is not None and study_of(job.document) == study_id:
+            found.append(job)
+    return found
 
 
 def usable_served(services: Services, sender: Principal, study: JobRecord) -> JobRecord | None:
@@ -60,7 +65,7 @@ def check_resume(services: Services, sender: Principal, job: JobRecord) -> None:
     Call this function in the unit of work that resumes the job (`Store.admission`). Raises Conflict if the job's team
     already serves the largest allowed number of studies.
     """
-    if job.kind == SERVING.name and services.store.job(job.id).state.is_finished:
+    if kind_of(job.kind).belongs_to_study and services.store.job(job.id).state.is_finished:
         _check_number(services, sender, job.team)
 
 

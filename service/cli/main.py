@@ -345,9 +345,12 @@ def _parser() -> argparse.ArgumentParser:
     _add_accounts(commands)
     _add_subscriptions(commands)
 
-    command = server_verb("submit", verbs.submit, "Submit a job to a server: a study or a fine-tuning.")
+    command = server_verb("submit", verbs.submit, "Submit a job to a server: a study, a fine-tuning or a served study.")
     command.add_argument(
-        "file", type=Path, metavar="FILE", help="study file, or specification of a fine-tuning (YAML or JSON)"
+        "file",
+        type=Path,
+        metavar="FILE",
+        help="study file, specification of a fine-tuning or serving request",
     )
     command.add_argument("--watch", action="store_true", help="then watch the job until it ends")
     command.add_argument(

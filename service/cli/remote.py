@@ -333,7 +333,7 @@ class ServerVerbs:
         Raises Conflict if the job that is found is not a study.
         """
         found = self._client.find(reference)
-        if found["kind"] != SEARCH.name:
+        if not kind_of(found["kind"]).has_search:
             raise Conflict(f"{found['name']}: is a {_noun(found)}, which has no trials; see `mergesearch show`")
         return found
 

@@ -200,6 +200,8 @@ class JobKind:
     - `takes_place`: whether a running job counts towards the number of jobs that may run at the same time.
     - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. The
       field `study_of` is None if jobs of this kind have a team and sharing of their own.
+    - `is_used`: whether a job is kept because another job was made from it, although no document of the other job
+      names it.
     - `resumable`: which jobs of this kind can be resumed, as words that follow `noun` in an error message, such as
       "that has FAILED".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was
@@ -230,6 +232,7 @@ class JobKind:
     has_search: bool = False
     takes_place: bool = True
     study_of: Callable[[Mapping[str, Any]], str] | None = None
+    is_used: Callable[[JobRecord, Store], bool] = lambda *_: False
     resumable: str = "that has FAILED, is PAUSED or waits"
     clean_up: Callable[[Store, Path], None] = _nothing
 
@@ -238,6 +241,11 @@ class JobKind:
         if self.study_of is not None:
             return f"/studies/{self.study_of(job.document)}"
         return f"/{self.collection}/{job.id}"
+
+    @property
+    def belongs_to_study(self) -> bool:
+        """Whether each job of this kind belongs to a study, whose team and sharing it always has."""
+        return self.study_of is not None
 
     @property
     def plural(self) -> str:

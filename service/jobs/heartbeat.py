@@ -17,7 +17,7 @@ from service.errors import StaleAttempt
 from service.store import JobWriter
 from service.types import HEARTBEAT_S
 
-__all__ = ["ENGINE", "SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "Heartbeat"]
+__all__ = ["ENGINE", "SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "WORKERS", "Heartbeat", "waits_for_start"]
 
 logger = logging.getLogger(__name__)
 
@@ -30,8 +30,14 @@ SCORING_PATIENCE_S = 300.0
 VERIFYING_PATIENCE_S = 4 * 3600.0
 PATIENCE_CHUNKS = 10
 
-# Text of what a driver waits for.
+# Texts of what a driver waits for: engines, whose phase may follow, or the workers of a training.
 ENGINE = "an engine to start"
+WORKERS = "its workers to start"
+
+
+def waits_for_start(waiting_for: str | None) -> bool:
+    """Whether `waiting_for`, the text of what a driver waits for, means that engines or workers have not started."""
+    return waiting_for is not None and waiting_for.startswith((ENGINE, WORKERS))
 
 
 class Heartbeat:

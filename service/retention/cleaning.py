@@ -17,8 +17,7 @@ from pathlib import Path
 
 from service.disk import alignments_dir, job_dir
 from service.errors import Conflict, NotFound
-from service.jobs.finetune.study import study_of
-from service.jobs.registry import KINDS
+from service.jobs.registry import KINDS, kind_of
 from service.retention.limits import FILES, JOBS, RESPONSES, Limit
 from service.store import Store
 from service.store.artifacts import ArtifactStore
@@ -197,13 +196,13 @@ class Cleaner:
         """Ids of the jobs among `jobs` that must be kept because other jobs use their results.
 
         A job uses another job if its stored document, or the findings of its checks, name the other job's id or the
-        digest of an artifact (trained model) of the other job. A fine-tuning is also used if a study was created to
-        merge the models that it has trained.
+        digest of an artifact (trained model) of the other job. The kind of a job knows of further uses: a fine-tuning
+        is also used if a study was created to merge the models that it has trained.
         """
         owners = {job.id: job.id for job in jobs}
         for job in jobs:
             owners |= {artifact.digest: job.id for artifact in self._artifacts.of(job.id)}
-        found = {job.id for job in jobs if job.kind == "finetune" and study_of(self._store, job.id) is not None}
+        found = {job.id for job in jobs if kind_of(job.kind).is_used(job, self._store)}
         for job in jobs:
             text = json.dumps([dict(job.document), dict(job.accepted)])
             names = {*NAMES.findall(text), *(digest for _, digest in blobs_in(text))}

@@ -33,10 +33,13 @@ from service.api.routes import (
     models,
     notifications,
     operations,
+    plots,
     queue,
     ray_dashboard,
     results,
+    samples,
     served,
+    trials,
 )
 from service.cli.main import main
 from tests.docs.pages import PAGES, ROOT, Page
@@ -251,6 +254,81 @@ def options_of(section: str, value: Mapping[str, Any], definitions: Mapping[str,
     return {f"{section}.{option}" for option in properties} or {section}
 
 
+def defaults_in(text: str) -> dict[str, Any]:
+    """Defaults that tables in `text` state as values, keyed by the last part of the option's name.
+
+    Of `48; with ...`, the value is 48. Rows whose default is described in words are left out.
+    """
+    found: dict[str, Any] = {}
+    for cell, stated in re.findall(r"^\| (`.+?) \| (.+?) \|", text, re.MULTILINE):
+        options = [name.rpartition(".")[2] for name in re.findall(r"`([a-z0-9_.]+)`", cell)]
+        value = stated.partition(";")[0]
+        if "{" in value or re.search("[a-z]", re.sub("`[^`]*`|none|true|false", "", value)):
+            continue
+        values = yaml.safe_load(f"[{value.replace('`', '')}]")
+        if len(values) == len(options):
+            found |= {name: None if each == "none" else each for name, each in zip(options, values, strict=True)}
+    return found
+
+
+def of_schema(schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> dict[str, list[Any]]:
+    """Defaults of all options in the sections of `schema`, keyed by the option's name; sections may share a name."""
+    found: dict[str, list[Any]] = {}
+    for name, value in schema["properties"].items():
+        for kind in (value, *value.get("anyOf", ())):
+            section = definitions.get(str(kind.get("$ref", "")).rpartition("/")[2], {})
+            if "properties" in section:
+                for option, default in of_schema(section, {}).items():
+                    found.setdefault(option, []).extend(default)
+        if "default" in value:
+            found.setdefault(name, []).append(value["default"])
+    return found
+
+
+# Defaults that a table states as "none".
+NONE = {"[]", "none"}
+
+
+def wrong_defaults(text: str, schema: Mapping[str, Any], definitions: Mapping[str, Any]) -> list[str]:
+    """Options of `schema` for which a table in `text` states another default; None may stand for one that depends."""
+    known = of_schema(schema, definitions)
+    stated = {name: value for name, value in defaults_in(text).items() if name in known}
+    assert stated
+    return [
+        f"{name}: {value}, not {known[name]}"
+        for name, value in stated.items()
+        if value not in known[name]
+        and None not in known[name]
+        and not (value is None and NONE & set(map(str, known[name])))
+    ]
+
+
+def test_defaults_of_options() -> None:
+    """Tables state the defaults of the code."""
+    schema, specification = study_json_schema(), finetune_json_schema()
+    definitions = schema["$defs"]
+    study, searchers, spaces, finetune = (
+        page_of(f"docs/reference/{name}.md") for name in ("study-file", "searchers", "spaces", "finetune-file")
+    )
+    assert wrong_defaults(study.section("## Sections and options"), schema, definitions) == []
+    assert wrong_defaults(study.section("## Attacks"), definitions["BertAttack"], {}) == []
+    assert wrong_defaults(study.section("## Judges"), definitions["JudgeSpec"], {}) == []
+    for searcher, options in definitions["Search"]["properties"].items():
+        reference = options.get("anyOf", [options])[0].get("$ref", "").rpartition("/")[2]
+        if searcher in ("gradient", "smac", "hm3", "refinement"):
+            assert wrong_defaults(searchers.section(f"## `{searcher}`"), definitions[reference], {}) == [], searcher
+    for kind, space in SPACES.items():
+        if kind != "sfs":  # its only option has no default
+            assert wrong_defaults(spaces.section(f"## `{kind}`"), space.model_json_schema(), {}) == [], kind
+    assert wrong_defaults(finetune.section("## Options"), specification, specification["$defs"]) == []
+
+
+def test_another_default_is_noticed() -> None:
+    schema = {"properties": {"steps": {"default": 48}, "start": {"default": None}, "seeds": {"default": 3}}}
+    table = "| `a.steps`, `seeds` | 48, 4; with others 5 | b |\n| `start` | none | c |\n| `rate` | that of `x` | d |\n"
+    assert wrong_defaults(table, schema, {}) == ["seeds: 4, not [3]"]
+
+
 def test_study_options_are_in_tables() -> None:
     """The tables list every option of the study file and no other."""
     schema = study_json_schema()
@@ -375,7 +453,10 @@ def test_every_route_is_in_the_table_and_no_other() -> None:
         events,
         models,
         finetunes,
+        trials,
+        samples,
         results,
+        plots,
         exports,
         accounts,
         login,

@@ -64,7 +64,7 @@ def states_picture(run: RunRecord) -> Markup:
 USED = """
 import json
 from service.api.openapi import install_openapi
-from service.api.routes import results
+from service.api.routes import plots
 from service.results.report import render_report
 from service.results.series import CHARTS
 from tests.service.synthetic_run import run_record
@@ -72,7 +72,7 @@ from fastapi import FastAPI
 
 run = run_record(num_trials=20)
 app = FastAPI()
-app.include_router(results.router)
+app.include_router(plots.router)
 install_openapi(app)
 print(json.dumps({
     "names": list(CHARTS),

@@ -5,7 +5,10 @@
 - `events`: the events of one job or of all jobs, as a stream or a list
 - `checks`: checks of a study file, without creating a study, and an example of one
 - `finetunes`: curves, analysis and report of a fine-tuning, its experts to download
-- `results`: trials, recipes, front, summary, report and plots of a study
+- `trials`: trials of a study, their recipes, and new trials that users request
+- `samples`: scored samples of trials, side by side, and their pictures
+- `results`: front, summary, held-out data, benchmarks and report of a study
+- `plots`: plots of a study and of its trials, as numbers
 - `exports`: merged models to download
 - `queue`: the jobs that run and wait, and moves of waiting jobs
 - `served`: prompts that trials of a study complete, at routes like the routes of OpenAI's API

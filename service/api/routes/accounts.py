@@ -17,7 +17,6 @@ from service.api.requests import body_of, read_object
 from service.auth.tokens import new_token
 from service.errors import NotFound
 from service.jobs.registry import kind_of
-from service.jobs.serving.kind import SERVING
 from service.schemas.api import (
     AuditDocument,
     DeletedDocument,
@@ -288,7 +287,7 @@ def get_team_usage(team: Seen, services: Context) -> Response:
         "running": len(running),
         "waiting": sum(job.id in queue.choice.waiting for job in jobs),
         "replicas": sum(kind_of(job.kind).demand(job).replicas for job in running),
-        "served": sum(job.kind == SERVING.name for job in jobs),
+        "served": sum(kind_of(job.kind).belongs_to_study for job in jobs),
         "gpu_hours": round(usage.month, 3),
         "recent_gpu_hours": round(usage.recent, 3),
         "artifact_bytes": services.team_bytes.artifacts(team.name),

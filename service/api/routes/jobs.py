@@ -19,9 +19,9 @@ from starlette.responses import PlainTextResponse, Response
 
 from search_spaces.errors import Problem
 from service.api.dependencies import MAX_NUMBER, REASON, Context, Reader, Services, Submitter, given
+from service.api.job_documents import shown_job, shown_jobs
 from service.api.permissions import Right, Sender
 from service.api.prefix import below_root
-from service.api.presenters import job_document
 from service.api.problems import InvalidRequest, Json, Refusal, Unavailable, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, YAML_TYPES, body_of, read_body, read_object, sent_as_json
@@ -107,7 +107,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
     ) -> Response:
         place = _place(sender, team, sharing) if kind.study_of is None else _Asked(team, sharing)
         record, is_new = await _created(request, services, sender, kind=kind, key=idempotency_key, place=place)
-        document = await run_in_threadpool(_document, services, sender, record, kind)
+        document = await run_in_threadpool(_document, services, sender, record)
         if not is_new:
             return Json(document)
         return Json(document, status_code=201, headers={"Location": kind.path_of(record.id)})
@@ -142,7 +142,7 @@ def _add_collection(router: APIRouter, kind: JobKind) -> None:
         given = {"state": state, "name": name, "q": q, "sort": sort, "limit": limit, "offset": stop}
         query = urlencode({key: value for key, value in given.items() if value is not None}, errors="replace")
         more = below_root(f"{kind.path}?{query}") if found and stop < total else None
-        return Json({kind.collection: _documents(services, sender, found, kind), "total": total, "next": more})
+        return Json({kind.collection: shown_jobs(services, sender, found, kind), "total": total, "next": more})
 
     location = {"Location": {"description": f"The address of the {noun}.", "schema": {"type": "string"}}}
     router.add_api_route(
@@ -280,7 +280,7 @@ def _add_one(router: APIRouter, kind: JobKind, one: str) -> None:
                 check_move(services, sender, record, team)
 
             shared = await in_thread(Work.WRITE, services.quota.admit, 0, change, check=check)
-        return Json(await run_in_threadpool(_document, services, sender, shared, kind))
+        return Json(await run_in_threadpool(_document, services, sender, shared))
 
     router.add_api_route(
         f"{one}/sharing",
@@ -324,7 +324,7 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
                 changed = action(services, record.id, Steering(verb, user, reason))
                 _record(services, sender, f"job.{verb}", record, changed)
             services.cluster.wake()
-            return Json(_document(services, sender, changed, kind), status_code=202)
+            return Json(_document(services, sender, changed), status_code=202)
 
         return change
 
@@ -349,24 +349,15 @@ def _add_verbs(router: APIRouter, kind: JobKind, one: str) -> None:
 # -- the work of the routes --------------------------------------------------------------------------------------------
 
 
-def _documents(services: Services, sender: Principal, jobs: Sequence[JobRecord], kind: JobKind) -> list[dict[str, Any]]:
-    views = kind.view(jobs, services.store, services.artifacts) if jobs else ()
-    sees = services.guard.may_read_dashboard(sender)
-    return [
-        job_document(job, kind, view, cluster=services.cluster, reader=sender.account, sees_dashboard=sees)
-        for job, view in zip(jobs, views, strict=True)
-    ]
-
-
-def _document(services: Services, sender: Principal, job: JobRecord, kind: JobKind) -> dict[str, Any]:
+def _document(services: Services, sender: Principal, job: JobRecord) -> dict[str, Any]:
     # Read before the job, so that a client which follows the events after this id misses no change of the document.
     last_event_id = services.store.last_event_id(job.id)
-    (document,) = _documents(services, sender, [services.store.job(job.id)], kind)
+    document = shown_job(services, sender, services.store.job(job.id))
     return {**document, "last_event_id": last_event_id}
 
 
 def _shown(services: Services, sender: Principal, job: JobRecord, kind: JobKind) -> Response:
-    document = _document(services, sender, job, kind)
+    document = _document(services, sender, job)
     # The tag changes with every edit of the job, not with its progress.
     return Json(document, headers={"ETag": _tag(document["version"]), "Cache-Control": "no-store"})
 

@@ -16,8 +16,8 @@ from fastapi.concurrency import run_in_threadpool
 from starlette.responses import Response, StreamingResponse
 
 from service.api.dependencies import ID_PATTERN, Context, Services, TrialNumber, UsedStudy, found_job
+from service.api.job_documents import shown_job
 from service.api.permissions import Right, Rule, Sender, declares, sender_with
-from service.api.presenters import job_document
 from service.api.problems import Json, Refusal, Unavailable, refusals
 from service.api.protocols import Principal
 from service.api.requests import JSON_TYPES, body_of, read_body, read_object, sent_as_json
@@ -100,9 +100,7 @@ async def serve_trial(
     job, is_new = await in_thread(Work.WRITE, _serving_of, services, sender, study, options, tracing.current())
     if is_new:
         services.cluster.wake()
-    (view,) = SERVING.view([job], services.store, services.artifacts)
-    sees = services.guard.may_read_dashboard(sender)
-    document = job_document(job, SERVING, view, cluster=services.cluster, reader=sender.account, sees_dashboard=sees)
+    document = shown_job(services, sender, job)
     return Json({**document, "model": str(number)}, status_code=202 if is_new else 200)
 
 

@@ -16,7 +16,7 @@ from statistics import fmean
 from typing import Any
 
 from service.errors import StaleAttempt
-from service.jobs.heartbeat import Heartbeat
+from service.jobs.heartbeat import WORKERS, Heartbeat
 from service.schemas.api import ExpertProgressDocument
 from service.store import JobWriter, Store
 from service.types import EventKind
@@ -30,9 +30,6 @@ EVENTS_S = 2.0
 
 # Losses in one event; more updates are reported as means over neighbours.
 MAX_LOSSES = 10
-
-# Text of what a driver waits for.
-WORKERS = "its workers to start"
 
 
 @contextmanager

@@ -70,6 +70,13 @@ def _clean_up(store: Store, data_dir: Path) -> None:
     collect_sources(store, data_dir)
 
 
+def _is_used(job: JobRecord, store: Store) -> bool:
+    """Whether a study was created to merge the experts of a fine-tuning."""
+    from service.jobs.finetune.study import study_of
+
+    return study_of(store, job.id) is not None
+
+
 def _demand(job: JobRecord) -> Demand:
     """Number of workers and GPUs with which a running fine-tuning counts towards its team's quotas.
 
@@ -112,6 +119,7 @@ FINETUNE = JobKind(
     view=_view,
     links=("specification", "curves", "report", "events", "log"),
     example=EXAMPLE,
+    is_used=_is_used,
     clean_up=_clean_up,
     demand=_demand,
     time_left_s=_time_left_s,

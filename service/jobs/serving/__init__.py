@@ -12,3 +12,10 @@
 - `endpoint`: ports of the driver's application
 - `work`: the driver's work
 """
+
+from __future__ import annotations
+
+__all__ = ["NAME"]
+
+# Name of the kind of job, which jobs are stored with.
+NAME = "serving"

@@ -12,10 +12,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from service.jobs.completers import Place
-from service.jobs.finetune.events import WORKERS
-from service.jobs.finetune.kind import FINETUNE
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import ENGINE, WORKERS
 from service.jobs.search.kind import SEARCH
+from service.jobs.serving import NAME
 from service.types import JobRecord
 
 __all__ = ["Choice", "IdleTimer", "Situation", "choose", "searches"]
@@ -28,7 +27,8 @@ class Situation:
     - `shares`: whether an administrator lets the served study use the engines of a search
     - `users`: number of the studies that run and use the same models as the served study
     - `searches`: number of all studies that run
-    - `starting`: number of the studies and fine-tunings whose driver waits for an engine or for workers
+    - `starting`: number of the jobs, other than served studies, that wait for engines or workers, of which none starts
+      yet
     - `running`: the kinds of replicas of which at least one runs
     - `num_gpus`, `free_gpus`: the numbers of the cluster's GPUs and of its free GPUs
     - `needed_gpus`: the number of GPUs that a replica uses
@@ -90,16 +90,16 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
 
     `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result contains three numbers,
     keyed by the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running
-    studies whose models have the given `fingerprints`, and "starting" counts the studies and fine-tunings that wait for
-    engines or workers.
+    studies whose models have the given `fingerprints`, and "starting" counts the jobs, other than served studies, that
+    wait for engines or workers of which none starts yet.
     """
     driven = [job for job in jobs if job.has_driver(now=now)]
     running = [job for job in driven if job.kind == SEARCH.name]
-    waits = {SEARCH.name: ENGINE, FINETUNE.name: WORKERS}
+    # Once an engine of a job starts, the text of the job's wait also has its phase: it has its GPUs then.
     return {
         "searches": len(running),
         "users": sum(job.accepted.get("fingerprints") == fingerprints for job in running),
-        "starting": sum(job.kind in waits and job.waiting_for == waits[job.kind] for job in driven),
+        "starting": sum(job.kind != NAME and job.waiting_for in (ENGINE, WORKERS) for job in driven),
     }
 
 

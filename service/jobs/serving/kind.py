@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from service.jobs.base import Accepted, Attempt, JobKind, RequestContext, View
+from service.jobs.serving import NAME
 from service.types import Demand
 
 if TYPE_CHECKING:
@@ -66,7 +67,7 @@ def _demand(job: JobRecord) -> Demand:
 
 
 SERVING = JobKind(
-    name="serving",
+    name=NAME,
     noun="served study",
     resource="served",
     collection="served",

@@ -14,6 +14,7 @@ from search_spaces.study.yaml import read_document
 from service.errors import Conflict, NotFound
 from service.jobs.base import Accepted, RequestContext
 from service.jobs.search.kind import SEARCH
+from service.jobs.serving import NAME
 from service.store import Store
 from service.types import Account, JobRecord
 
@@ -103,7 +104,7 @@ def check_number(store: Store, *, team: str | None, limit: int | None, sender: A
     served = [
         job
         for job in store.unfinished_jobs()
-        if job.kind == "serving" and job.team == team and (team is not None or job.owner == owner)
+        if job.kind == NAME and job.team == team and (team is not None or job.owner == owner)
     ]
     if limit is not None and number > 0 and len(served) + number > limit:
         who = f"quota max_served: team {team}" if team is not None else "this server" if sender is None else "you"

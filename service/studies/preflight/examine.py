@@ -45,7 +45,14 @@ from service.studies.preflight.models import (
 )
 from service.studies.preflight.recipes import given_recipes
 from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
-from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks, refinement_of
+from service.studies.preflight.result import (
+    PreflightResult,
+    StudyBudget,
+    StudyModels,
+    StudyTasks,
+    preference_vectors,
+    refinement_of,
+)
 from service.studies.preflight.tasks import benchmarks_of, check_modality, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
@@ -335,8 +342,7 @@ def _preferences(study: Study) -> tuple[Mapping[str, float], ...]:
     names = tuple(spec.name for spec in study.scored_objectives.values())
     if not names:
         return ()
-    given = study.search.preferences
-    vectors = (equal_preference(len(names)),) if given is None else given.weights(names, seed=study.search.seed)
+    vectors = preference_vectors(study, names) or (equal_preference(len(names)),)
     return tuple(dict(zip(names, vector, strict=True)) for vector in vectors)
 
 

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import pytest
 
-from service.api.routes.results import NO_PICTURES
+from service.api.routes.samples import NO_PICTURES
 from service.types import JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_study

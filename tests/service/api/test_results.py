@@ -25,7 +25,7 @@ from service.api.conditional import answer_computed
 from service.api.importances import Importances
 from service.api.presenters import rfc_3339
 from service.api.record_cache import MAX_LARGE_READS, RunRecords
-from service.api.routes.results import NO_PROMPTS, NO_RESPONSES
+from service.api.routes.samples import NO_PROMPTS, NO_RESPONSES
 from service.results.documents import pareto, trial_document, trial_documents
 from service.results.load import run_record
 from service.results.preference import choices
@@ -292,7 +292,7 @@ def test_pages_of_long_texts_are_shorter(
     query = {"split": "holdout", "objective": "text"}
     whole = http.get(path, params=query).json()
     assert (len(whole["samples"]), whole["next"]) == (12, None)
-    monkeypatch.setattr("service.api.routes.results.MAX_TEXT_BYTES", 90)
+    monkeypatch.setattr("service.api.routes.samples.MAX_TEXT_BYTES", 90)
     page = http.get(path, params=query).json()
     pages = [page["samples"]]
     while page["next"] is not None:
@@ -320,7 +320,7 @@ def test_few_threads_read_samples(
             running -= 1
         return [], []
 
-    monkeypatch.setattr("service.api.routes.results._samples", slow)
+    monkeypatch.setattr("service.api.routes.samples._samples", slow)
     path = f"/v1/studies/{study.id}/trials/1/samples"
     with ThreadPoolExecutor(6) as threads:
         answers = list(threads.map(lambda _: http.get(path), range(6)))

@@ -788,7 +788,7 @@ def test_a_repeated_request_has_one_audit_entry(
     def check_with_heartbeat(study: JobRecord) -> None:
         writer.heartbeat(wall_clock_s=float(next(beats)), progress={})
 
-    monkeypatch.setattr("service.api.routes.results._check_evaluations", check_with_heartbeat)
+    monkeypatch.setattr("service.api.routes.trials._check_evaluations", check_with_heartbeat)
     path = f"/v1/studies/{record.id}/trials"
     for _ in range(2):
         assert http.post(f"{path}/{number}:evaluate").status_code == 202

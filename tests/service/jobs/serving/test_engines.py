@@ -8,8 +8,7 @@ from typing import Any
 import pytest
 
 from service.jobs.completers import Place
-from service.jobs.finetune.events import WORKERS
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import ENGINE, WORKERS
 from service.jobs.serving.engines import Choice, IdleTimer, Situation, choose, searches
 from service.types import JobRecord, JobState
 
@@ -78,6 +77,7 @@ def test_only_studies_with_drivers_are_searches() -> None:
     jobs = [
         job("ours"),
         replace(job("other", waiting_for=ENGINE), accepted={"fingerprints": {"base": "c"}}),
+        replace(job("loading", waiting_for=f"{ENGINE}: it starts vLLM"), accepted={}),  # on GPUs that it has
         job("dead", heard_at=1.0),
         job("queued", heard_at=None),
         job("chat", kind="serving", waiting_for=ENGINE),
@@ -85,7 +85,7 @@ def test_only_studies_with_drivers_are_searches() -> None:
         job("trained", kind="finetune"),
     ]
     found = searches(jobs, fingerprints={"base": "a", "math": "b"}, now=101.0)
-    assert found == {"searches": 2, "users": 1, "starting": 2}
+    assert found == {"searches": 3, "users": 1, "starting": 2}
 
 
 def test_idle_time_begins_after_the_last_request() -> None:
