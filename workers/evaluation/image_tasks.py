@@ -384,7 +384,14 @@ class ImageTasks:
         return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        prepared_task(spec, sources)
+        prepared = prepared_task(spec, sources)
+        largest = IMAGE_METRICS.get(spec.metric, 0)
+        if prepared.head.num_classes <= largest:
+            raise InvalidTask(
+                f"{prepared.task.images.where}: {spec.metric} is 1 for every model, because the head of "
+                f"{prepared.head.alias!r} has {prepared.head.num_classes} classes; expected at least {largest + 1}",
+                "metric",
+            )
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
         return None if load_image_task(spec).images.is_labelled else "its images have no labels"
@@ -416,14 +423,17 @@ def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
 
 
 def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess | None) -> ImageSet:
-    try:
-        directories = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    except OSError as error:
-        raise InvalidTask(f"{folder}: cannot be read ({error.strerror})", "task.images") from error
+    entries = _entries(folder)
+    directories = [each for each in entries if each.is_dir()]
     if not directories:
-        files = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
-        samples = [ImageSample(_image_file(file, access), file.name, NO_LABEL) for file in files]
+        samples = [ImageSample(_image_file(file, access), file.name, NO_LABEL) for file in entries]
         return ImageSet(tuple(samples), stated, stated is not None, str(folder))
+    if loose := [each for each in entries if each.suffix.lower() in SUFFIXES and not each.is_dir()]:
+        message = (
+            f"{loose[0]}: is an image beside directories of classes, such as {directories[0].name!r}; expected each "
+            "image in the directory of its class"
+        )
+        raise InvalidTask(message, "task.images")
     classes = tuple(each.name for each in directories)
     if stated is not None and (unknown := sorted(set(classes) - set(stated))):
         message = f"{folder}: has a directory {unknown[0]!r}, which `classes` does not name; add it, or remove it"
@@ -433,12 +443,32 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
     samples = []
     for directory in directories:
         _check_access(directory, access)
-        for file in sorted(directory.iterdir()):
-            if file.name.startswith("."):
-                continue
+        for file in _entries(directory):
             name = f"{directory.name}/{file.name}"
             samples.append(ImageSample(_image_file(file, access), name, places[directory.name]))
     return ImageSet(tuple(samples), classes, stated is not None, str(folder))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Files and directories in `folder` whose names do not begin with a dot, in the order of their names.
+
+    Raises InvalidTask if the folder cannot be read, or a name is not UTF-8, in which results are stored.
+    """
+    try:
+        found = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    except OSError as error:
+        raise InvalidTask(f"{folder}: cannot be read ({error.strerror})", "task.images") from error
+    if (wrong := next((each.name for each in found if not _is_text(each.name)), None)) is not None:
+        raise InvalidTask(f"{folder}: has a name that is not UTF-8, {wrong!a}; rename it", "task.images")
+    return found
+
+
+def _is_text(name: str) -> bool:
+    """Whether `name` can be written in UTF-8, and contains no null character, as paths of files do not."""
+    try:
+        return b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _image_file(file: Path, access: FileAccess | None) -> Path:
@@ -459,8 +489,8 @@ def _of_lines(
     if file.exists() and not file.is_file():
         raise InvalidTask(f"{file}: is not a file; expected a JSONL file, or a folder with another name", "task.images")
     try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
         raise InvalidTask(f"{file}: cannot be read ({error})", "task.images") from error
     rows: list[tuple[str, int | str | None]] = []
     for number, line in enumerate(lines, start=1):
@@ -540,11 +570,11 @@ def _of_data_set(
     return ImageSet(samples, classes, stated is not None, where, rows, image, may_read_files=access is None)
 
 
-def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
+def _row(line: bytes, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
     """Path of the image and label in a line of a JSONL file; the label is None if the line has no key for it."""
     try:
         document = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidTask(f"{where}: is not JSON: {error}", "task.images") from error
     found: dict[str, Any] = {"label": None}
     for option, kinds in (("image", (str,)), ("label", (int, str))):
@@ -552,7 +582,8 @@ def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | 
         if option == "label" and isinstance(document, dict) and key not in document:
             continue
         value = document.get(key) if isinstance(document, dict) else None
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        is_name = not isinstance(value, str) or _is_text(value)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not is_name:
             wanted = "the path of an image" if option == "image" else "the name of a class or the index of an output"
             raise InvalidTask(f"{where}: {key!r} is {value!r}; expected {wanted}", f"task.{option}")
         found[option] = value

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -47,25 +46,33 @@ def load_processor(directory: str | Path) -> Any:
 
     try:
         return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise InvalidModel((f"{path}: its image processor cannot be loaded: {error}",)) from error
 
 
 def check_processor(directory: str | Path) -> None:
     """Check that the image processor in `directory` gives images of the size that the model's configuration states.
 
-    Raises InvalidModel if the sizes differ, or if the directory has no image processor.
+    The processor is given an image that is neither square nor of this size. Raises InvalidModel if the result has
+    another size, or if the directory has no image processor that can be used.
     """
+    from PIL import Image
+
     path = Path(directory)
     processor = load_processor(path)
     wanted = read_config(path).get("image_size")
-    size = processor.crop_size if getattr(processor, "do_center_crop", False) else getattr(processor, "size", None)
-    found = tuple(size.get(side) for side in ("height", "width")) if size is not None else (None, None)
-    if isinstance(wanted, int) and found != (wanted, wanted):
+    if not isinstance(wanted, int):
+        return
+    width, height = 2 * wanted + 3, wanted + 1
+    try:
+        _, *found = pixels_of(processor, [Image.new("RGB", (width, height))])[0].shape
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise InvalidModel((f"{path}: its image processor cannot read images: {error}",)) from error
+    if found != [wanted, wanted]:
         raise InvalidModel(
             (
-                f"{path}: its image processor gives images of {found[0]} x {found[1]}, config.json states image_size "
-                f"{wanted}; expected {wanted} x {wanted}",
+                f"{path}: its image processor gives images of {found[0]} x {found[1]} for one of {height} x {width}, "
+                f"config.json states image_size {wanted}; expected {wanted} x {wanted} for every image",
             )
         )
 
@@ -95,10 +102,12 @@ def decoded(content: bytes, where: str) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
-                return image.convert("RGB")
+        with Image.open(io.BytesIO(content)) as image:
+            # Pillow warns of such images, and filters of warnings are shared by the threads that decode.
+            most = Image.MAX_IMAGE_PIXELS
+            if most is not None and image.width * image.height > most:
+                raise ValueError(f"has {image.width} x {image.height} pixels; expected at most {most}")
+            return image.convert("RGB")
     except UnidentifiedImageError as error:
         raise ValueError(f"{where}: is no image that Pillow can read") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

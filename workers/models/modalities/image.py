@@ -122,6 +122,8 @@ def _problems(settings: Mapping[str, Any], found: Layout, tensors: Mapping[str, 
         yield f"image_size is {size!r} and patch_size {patch!r}; expected two numbers, for square images and patches"
     elif size % patch:
         yield f"image_size {size} is not divisible by patch_size {patch}; expected a multiple of {patch}"
+    if (channels := settings.get("num_channels", 3)) != 3:
+        yield f"num_channels is {channels!r}; expected 3, because images are read in color (RGB)"
     weight = tensors.get("classifier.weight")
     if weight is not None and settings["model_type"] == "clip_vision_model":
         yield "a CLIP model with a classifier; expected a whole CLIP model, or a vision tower, for zero-shot heads"
