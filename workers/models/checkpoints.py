@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BY_CONFIG", "Checkpoint", "aligned", "open_checkpoint", "read_checkpoint", "read_expert", "stored_bytes"]
 
+# Configuration fields that describe the classes of a head.
+OF_CLASSES = ("id2label", "label2id", "num_labels")
 # Configuration fields that hold ids of tokens.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -183,7 +185,12 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
         raise InvalidModel(tuple(problems))
     if base is None or adapter is None:
         return None
-    return Checkpoint(directory, base.config, adapter.tensors, tuple(sorted(adapter.files)), base)
+    # The base's names of classes are not those of another head.
+    config = {key: value for key, value in base.config.items() if not adapter.has_head or key not in OF_CLASSES}
+    checkpoint = Checkpoint(directory, config, adapter.tensors, tuple(sorted(adapter.files)), base)
+    if adapter.has_head and (problems := [*_checkpoint_problems(checkpoint)]):
+        raise InvalidModel(tuple(problems))
+    return checkpoint
 
 
 def aligned(
