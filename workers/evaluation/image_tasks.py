@@ -25,7 +25,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -83,6 +83,9 @@ NUM_THREADS = 8
 # Digests of image files by their state, as a study's checks read each task several times; about 400 bytes an entry.
 MOST_DIGESTS = 1 << 18
 _digests: dict[tuple[str, int, int, int], str] = {}
+# Digests of the images of data sets that contain them, by the state of the data set (`_state_of`).
+MOST_DATA_SETS = 64
+_digests_of_rows: dict[Hashable, tuple[str, ...]] = {}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -109,6 +112,7 @@ class ImageSet:
     The images of a folder are in the order of their names; the images of a JSONL file or data set are in the order of
     its rows. `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered`
     says whether classes are in the order of the head's outputs. `where` is the folder, file or data set, for messages.
+    A data set has `rows` with the images in `column`; `state` is then equal for equal rows, or None if it is unknown.
     """
 
     samples: tuple[ImageSample, ...]
@@ -118,6 +122,7 @@ class ImageSet:
     rows: Sequence[Mapping[str, Any]] = ()
     column: str = "image"
     may_read_files: bool = True
+    state: Hashable | None = None
 
     @property
     def is_labelled(self) -> bool:
@@ -134,7 +139,7 @@ class ImageSet:
         """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if reading fails."""
         file = sample.file
         if sample.row is not None:
-            stored = self.rows[sample.row][self.column] or {}
+            stored = self._stored(sample.row)
             if stored.get("bytes") is not None:
                 return bytes(stored["bytes"])
             if not stored.get("path") or not self.may_read_files:
@@ -145,12 +150,23 @@ class ImageSet:
         except OSError as error:
             raise InvalidTask(f"{sample.file}: cannot be read ({error.strerror})", "task.images") from error
 
+    def _stored(self, row: int) -> Mapping[str, Any]:
+        """The image in a row of a data set: an object with its bytes, or with the path of a file."""
+        return self.rows[row][self.column] or {}
+
     @cached_property
     def digests(self) -> tuple[str, ...]:
         """The sha256 (hex) of each image's bytes. Raises InvalidTask if an image cannot be read."""
+        known = None if self.state is None else _digests_of_rows.get(self.state)
+        if known is not None:
+            return known
+        are_files: list[ImageSample] = []
 
         def digest(sample: ImageSample) -> str:
             if sample.row is not None:
+                if (content := self._stored(sample.row).get("bytes")) is not None:
+                    return hashlib.sha256(content).hexdigest()
+                are_files.append(sample)
                 return hashlib.sha256(self.read(sample)).hexdigest()
             try:
                 found = sample.file.stat()
@@ -165,7 +181,12 @@ class ImageSet:
             return known
 
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            return tuple(threads.map(digest, self.samples))
+            found = tuple(threads.map(digest, self.samples))
+        if self.state is not None and not are_files:
+            if len(_digests_of_rows) >= MOST_DATA_SETS:
+                _digests_of_rows.clear()
+            _digests_of_rows[self.state] = found
+        return found
 
     @cached_property
     def content(self) -> str:
@@ -567,7 +588,24 @@ def _of_data_set(
         for number, index in enumerate(labels)
     )
     where = f"{place} {split}"
-    return ImageSet(samples, classes, stated is not None, where, rows, image, may_read_files=access is None)
+    state = _state_of(rows, image)
+    return ImageSet(
+        samples, classes, stated is not None, where, rows, image, may_read_files=access is None, state=state
+    )
+
+
+def _state_of(rows: Any, column: str) -> Hashable | None:
+    """What determines the images in a `column` of a data set: its fingerprint, and the state of its files.
+
+    The result is None if the data set is in no files.
+    """
+    try:
+        files = [(file["filename"], os.stat(file["filename"])) for file in rows.cache_files]
+    except OSError:
+        return None
+    if not files:
+        return None
+    return rows._fingerprint, column, tuple((name, found.st_mtime_ns, found.st_size) for name, found in files)
 
 
 def _row(line: bytes, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
