@@ -16,6 +16,7 @@ from search_spaces.study.objectives import ImageTask, ObjectiveSpec
 from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import ImageSet, load_image_task, read_image_set
 from workers.evaluation.shipped_tasks import fetch, shipped_tasks
+from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.zero_shot import check_templates, prompts_of
 from workers.types import TaskSpec
@@ -123,6 +124,11 @@ def test_what_the_data_set_does_not_have_is_named(eurosat: Path, change: dict[st
 def test_splits_belong_to_data_sets(task: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ObjectiveSpec.model_validate({"name": "land", "task": task, "metric": "acc"})
+
+
+def test_names_near_to_a_suite_are_told() -> None:
+    with pytest.raises(InvalidTask, match=r"lm-eval knows no such task; nearest are .*\bclip_mnist\b"):
+        check_task(TaskSpec("clip_mnst", "acc"))
 
 
 def test_suites_are_listed_and_fetched(eurosat: Path) -> None:
