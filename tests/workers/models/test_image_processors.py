@@ -11,6 +11,7 @@ import pytest
 
 from tests.vision import tiny_clip, tiny_vit
 from workers.errors import InvalidModel
+from workers.models.checkpoints import open_checkpoint
 from workers.models.family import open_family
 from workers.models.image_processors import check_processor
 
@@ -76,6 +77,14 @@ def test_models_of_gray_images_are_refused(tmp_path: Path) -> None:
     """Images are read with three channels, so a model of one channel is refused before anything starts."""
     with pytest.raises(InvalidModel, match=r"num_channels is 1; expected 3, because images are read in color \(RGB\)"):
         open_family(tiny_vit(tmp_path / "base", num_channels=1), {"a": tiny_vit(tmp_path / "a", 1, num_channels=1)})
+
+
+def test_pickles_are_converted_by_the_class_of_the_model(tmp_path: Path) -> None:
+    """The message about pickles names the class that config.json states, which loads more than text models."""
+    base = tiny_clip(tmp_path)
+    (base / "model.safetensors").rename(base / "pytorch_model.bin")
+    with pytest.raises(InvalidModel, match=r"`CLIPModel\.from_pretrained\(DIR, dtype='auto'\)\.save_pretrained"):
+        open_checkpoint(base)
 
 
 @pytest.mark.parametrize("tower", [None, "x", [1]])
