@@ -25,7 +25,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,7 +40,7 @@ from workers.evaluation.data_sets import load
 from workers.evaluation.sample_facts import Item, Lengths
 from workers.evaluation.task_loading import guarded_data_sets
 from workers.file_access import FileAccess
-from workers.models.image_processors import decoded
+from workers.models.image_processors import decoded, needed_size
 from workers.models.task_heads import TaskHead, has_zero_shot_heads, task_heads, zero_shot_head
 from workers.models.zero_shot import check_templates
 from workers.object_store import is_object_url
@@ -406,6 +406,8 @@ class ImageTasks:
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
         prepared = prepared_task(spec, sources)
+        if (size := needed_size(sources.result_dir)) is not None:
+            _check_sizes(prepared.task.images, size)
         largest = IMAGE_METRICS.get(spec.metric, 0)
         if prepared.head.num_classes <= largest:
             raise InvalidTask(
@@ -644,12 +646,32 @@ def check_decodable(images: ImageSet) -> None:
             return str(error)
         return None
 
+    _raise_first(images, problem)
+    cached(key, "yes")
+
+
+def _check_sizes(images: ImageSet, size: int) -> None:
+    """Check that every image has `size` x `size` pixels. Raises InvalidTask, with the names of other images."""
+
+    def problem(sample: ImageSample) -> str | None:
+        image = decoded(images.read(sample), str(sample.file))
+        if image.size == (size, size):
+            return None
+        return (
+            f"{sample.file}: has {image.height} x {image.width} pixels; expected {size} x {size}, because the base's "
+            "image processor does not resize images (do_resize)"
+        )
+
+    _raise_first(images, problem)
+
+
+def _raise_first(images: ImageSet, problem: Callable[[ImageSample], str | None]) -> None:
+    """Raise InvalidTask with the texts that `problem` returns for the first images, if it returns one for any."""
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         broken = [text for text in threads.map(problem, images.samples) if text is not None]
     if broken:
         rest = f"; and {len(broken) - 3} more images" if len(broken) > 3 else ""
         raise InvalidTask("; ".join(broken[:3]) + rest, "task.images")
-    cached(key, "yes")
 
 
 def _accessible(path: Path, access: FileAccess | None) -> Path:

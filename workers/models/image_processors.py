@@ -23,6 +23,7 @@ __all__ = [
     "check_processor",
     "decoded",
     "load_processor",
+    "needed_size",
     "pixels_of",
     "processor_differences",
 ]
@@ -53,28 +54,54 @@ def load_processor(directory: str | Path) -> Any:
 def check_processor(directory: str | Path) -> None:
     """Check that the image processor in `directory` gives images of the size that the model's configuration states.
 
-    The processor is given an image that is neither square nor of this size. Raises InvalidModel if the result has
-    another size, or if the directory has no image processor that can be used.
+    The processor is given an image that is neither square nor of this size. A processor that does not resize must leave
+    images of this size as they are (`needed_size`). Raises InvalidModel if the result has another size, or if the
+    directory has no image processor that can be used.
     """
-    from PIL import Image
-
     path = Path(directory)
     processor = load_processor(path)
     wanted = read_config(path).get("image_size")
     if not isinstance(wanted, int):
         return
-    width, height = 2 * wanted + 3, wanted + 1
+    given, fitting = _other_size(wanted), (wanted, wanted)
     try:
-        _, *found = pixels_of(processor, [Image.new("RGB", (width, height))])[0].shape
+        found = _size_of(processor, given)
+        is_right = found == fitting or (found == given and _size_of(processor, fitting) == fitting)
     except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
         raise InvalidModel((f"{path}: its image processor cannot read images: {error}",)) from error
-    if found != [wanted, wanted]:
+    if not is_right:
         raise InvalidModel(
             (
-                f"{path}: its image processor gives images of {found[0]} x {found[1]} for one of {height} x {width}, "
-                f"config.json states image_size {wanted}; expected {wanted} x {wanted} for every image",
+                f"{path}: its image processor gives images of {found[0]} x {found[1]} for one of {given[0]} x "
+                f"{given[1]}, config.json states image_size {wanted}; expected {wanted} x {wanted} for every image",
             )
         )
+
+
+def needed_size(directory: str | Path) -> int | None:
+    """The height and width that images must have for the model in `directory`, in pixels.
+
+    The result is None if the model's image processor brings every image to the size that the model reads. Raises
+    InvalidModel if there is no image processor that can be used.
+    """
+    wanted = read_config(directory).get("image_size")
+    if not isinstance(wanted, int):
+        return None
+    given = _other_size(wanted)
+    return wanted if _size_of(load_processor(directory), given) == given else None
+
+
+def _other_size(size: int) -> tuple[int, int]:
+    """Height and width of an image that is not square, and has none of its sides equal to `size`."""
+    return size + 1, 2 * size + 3
+
+
+def _size_of(processor: Any, given: tuple[int, int]) -> tuple[int, int]:
+    """Height and width to which a processor brings an image of the height and width `given`."""
+    from PIL import Image
+
+    height, width = pixels_of(processor, [Image.new("RGB", given[::-1])])[0].shape[1:]
+    return height, width
 
 
 def processor_differences(base: Path, expert: Path) -> Iterator[str]:

@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from PIL import Image
 
-from tests.vision import tiny_clip, tiny_vit
-from workers.errors import InvalidModel
+from tests.vision import image_folder, tiny_clip, tiny_vit
+from workers.errors import InvalidModel, InvalidTask
+from workers.evaluation.image_tasks import IMAGE_TASKS
 from workers.models.checkpoints import open_checkpoint
-from workers.models.family import open_family
-from workers.models.image_processors import check_processor
+from workers.models.family import open_family, resolve_family
+from workers.models.image_processors import check_processor, needed_size
+from workers.types import TaskSpec
 
 MEAN = [0.48145466, 0.4578275, 0.40821073]
 
@@ -38,10 +41,6 @@ WRONG: dict[str, tuple[Any, str]] = {
         {"image_processor_type": "ViTImageProcessor", "size": {"height": 14, "width": 14}},
         "gives images of 14 x 14 for one of 29 x 59, config.json states image_size 28; expected 28 x 28 for every",
     ),
-    "no resizing": (
-        {"image_processor_type": "ViTImageProcessor", "do_resize": False, "size": {"height": 28, "width": 28}},
-        "gives images of 29 x 59 for one of 29 x 59, config.json states image_size 28",
-    ),
     "one edge": (
         {"image_processor_type": "CLIPImageProcessor", "size": {"shortest_edge": 28}, "do_center_crop": False},
         "gives images of 28 x 56 for one of 29 x 59",
@@ -54,6 +53,9 @@ WRONG: dict[str, tuple[Any, str]] = {
 }
 
 
+FIXED = {"image_processor_type": "ViTImageProcessor", "do_resize": False, "size": {"height": 28, "width": 28}}
+
+
 def with_settings(directory: Path, settings: Any) -> Path:
     (directory / "preprocessor_config.json").write_text(json.dumps(settings))
     return directory
@@ -63,6 +65,24 @@ def with_settings(directory: Path, settings: Any) -> Path:
 def test_published_settings_are_read(kind: str, tmp_path: Path) -> None:
     make = {"clip": tiny_clip, "vit": tiny_vit}[kind]
     check_processor(with_settings(make(tmp_path), PUBLISHED[kind]))
+
+
+def test_processors_that_do_not_resize_need_images_of_one_size(tmp_path: Path) -> None:
+    """Such a processor is accepted; an image of another size is named before anything is scored."""
+    base = with_settings(tiny_vit(tmp_path / "base"), FIXED)
+    check_processor(base)
+    assert needed_size(base) == 28
+    expert = tiny_vit(tmp_path / "expert", 1)
+    assert needed_size(expert) is None
+    (expert / "preprocessor_config.json").unlink()
+    sources = resolve_family(base, {"a": expert})
+    folder = image_folder(tmp_path / "images", per_class=2)
+    spec = TaskSpec({"images": str(folder), "head": "a"}, "acc")
+    IMAGE_TASKS.check_models(spec, sources)
+    Image.new("RGB", (30, 28)).save(folder / "line" / "000.png")
+    message = r"line/000\.png: has 28 x 30 pixels; expected 28 x 28, because the base's image processor does not resize"
+    with pytest.raises(InvalidTask, match=message):
+        IMAGE_TASKS.check_models(spec, sources)
 
 
 @pytest.mark.parametrize("case", WRONG)
