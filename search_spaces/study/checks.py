@@ -19,10 +19,9 @@ from search_spaces.spaces import SPACES
 from search_spaces.study.benchmarks import BenchmarkSpec, Contamination
 from search_spaces.study.engine import Engine
 from search_spaces.study.fidelity import Fidelity
-from search_spaces.study.image_suites import ENTROPY
 from search_spaces.study.judge import WIN_RATE
 from search_spaces.study.models import AnotherStudy, Models
-from search_spaces.study.objectives import CostSpec, DescribedTask, ImageTask, InlineTask, ObjectiveSpec, ScoredTask
+from search_spaces.study.objectives import CostSpec, DescribedTask, InlineTask, ObjectiveSpec, ScoredTask
 from search_spaces.study.search import MAX_PREFERENCES, Search, SearchSpaceSpec
 from search_spaces.study.validation import MessageHints
 
@@ -48,6 +47,9 @@ HINTS = MessageHints(
         LINE: "one line of text",
     },
 )
+
+# Options of engines that only tasks with prompts use.
+OF_PROMPTS = ("max_model_len", "add_bos_token", "chat_template", "system_prompt", "model_runner")
 
 
 @dataclass
@@ -123,6 +125,14 @@ def _engine_contradictions(engine: Engine, specs: Sequence[ScoredTask]) -> Itera
     backends = {spec.task.backend if isinstance(spec.task, DescribedTask) else "vllm" for spec in specs}
     if engine.backend == "torch" and backends == {"vllm"}:
         yield Problem("engine.backend", "torch scores tasks of images, of which the study has none; leave it out")
+    if specs and not any(_has_prompts(spec) for spec in specs):
+        for name in OF_PROMPTS:
+            if getattr(engine, name) != Engine.model_fields[name].default:
+                yield Problem(f"engine.{name}", "is for tasks with prompts, of which the study has none; leave it out")
+
+
+def _has_prompts(spec: ScoredTask) -> bool:
+    return not isinstance(spec.task, DescribedTask) or spec.task.has_prompts
 
 
 def _models_contradictions(models: Models) -> Iterator[Problem]:
@@ -354,6 +364,9 @@ def _contamination_contradictions(parts: ValidParts) -> Iterator[Problem]:
 def _judge_contradictions(benchmarks: Mapping[int, BenchmarkSpec]) -> Iterator[Problem]:
     for index, spec in benchmarks.items():
         place = f"benchmarks.{index}"
+        if spec.attack is not None and not _has_prompts(spec):
+            assert isinstance(spec.task, DescribedTask)
+            yield Problem(f"{place}.attack", f"changes prompts, and {spec.task.kind} has none; leave it out")
         if spec.judge is None:
             if spec.metric == WIN_RATE:
                 yield Problem(
@@ -366,6 +379,9 @@ def _judge_contradictions(benchmarks: Mapping[int, BenchmarkSpec]) -> Iterator[P
             yield Problem(f"{place}.metric", f"{spec.metric} is not what a judge gives; give {WIN_RATE}")
         if spec.attack is not None:
             yield Problem(f"{place}.attack", "prompts of a benchmark with a judge cannot be attacked; leave one out")
+        if not _has_prompts(spec):
+            assert isinstance(spec.task, DescribedTask)
+            yield Problem(f"{place}.judge", f"compares generated text, and {spec.task.kind} has none; leave it out")
         if isinstance(spec.task, InlineTask) and spec.task.program is not None:
             yield Problem(f"{place}.judge", "a task with a program is judged by its execution; leave one of them out")
         if spec.direction == "minimize" or spec.range not in (None, (0.0, 1.0)):
@@ -382,10 +398,10 @@ def _task_contradictions(section: str, specs: Mapping[int, ScoredTask]) -> Itera
         names.setdefault(spec.name, index)
         if spec.range is not None and not spec.range[0] < spec.range[1]:
             yield Problem(f"{place}.range", f"{list(spec.range)} is empty; give [lowest, highest]")
-        is_entropy = isinstance(spec.task, ImageTask) and spec.metric == ENTROPY
-        if is_entropy and spec.direction == "maximize":
-            yield Problem(f"{place}.direction", f"maximize: {ENTROPY} is minimised; leave it out")
-        if spec.direction == "minimize" and spec.range is None and not is_entropy:  # the task states its range
+        has_range = isinstance(spec.task, DescribedTask) and spec.metric in spec.task.minimised
+        if has_range and spec.direction == "maximize":
+            yield Problem(f"{place}.direction", f"maximize: {spec.metric} is minimised; leave it out")
+        if spec.direction == "minimize" and spec.range is None and not has_range:
             yield Problem(f"{place}.range", f"is missing; {spec.metric} is minimised, so give its [lowest, highest]")
         rungs = spec.rungs if isinstance(spec, ObjectiveSpec) else None
         if rungs is not None and section == "holdout":

@@ -10,7 +10,7 @@ from pydantic import Discriminator, Field, Tag, model_validator
 
 from search_spaces.objectives import Cost
 from search_spaces.section import Line, Name, Section, one_of
-from search_spaces.study.image_suites import HUB, IMAGE_SUITES
+from search_spaces.study.image_suites import ENTROPY, HUB, IMAGE_SUITES
 
 __all__ = [
     "AnyObjective",
@@ -53,6 +53,16 @@ class DescribedTask(Section, ABC):
     def backend(self) -> Literal["vllm", "torch"]:
         """The program that scores the task: the value of the study file's option `engine.backend`."""
         return "vllm"
+
+    @property
+    def has_prompts(self) -> bool:
+        """Whether samples are prompts for a language model."""
+        return True
+
+    @property
+    def minimised(self) -> tuple[str, ...]:
+        """The metrics of the task of which less is better, and whose range the task states."""
+        return ()
 
     @property
     def part(self) -> str | None:
@@ -157,6 +167,14 @@ class ImageTask(DescribedTask):
     @property
     def backend(self) -> Literal["vllm", "torch"]:
         return "torch"
+
+    @property
+    def has_prompts(self) -> bool:
+        return False
+
+    @property
+    def minimised(self) -> tuple[str, ...]:
+        return (ENTROPY,)
 
     @property
     def is_on_hub(self) -> bool:

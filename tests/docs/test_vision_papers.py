@@ -19,6 +19,18 @@ from tests.workers.evaluation.test_image_data_sets import png
 
 FILE = PAPERS / "hm3_clip_b32.yaml"
 NUM_IMAGES = 200
+# The settings of the image processor of ViT-B/32, in the form in which early versions of transformers wrote them.
+PROCESSOR = {
+    "crop_size": 224,
+    "do_center_crop": True,
+    "do_normalize": True,
+    "do_resize": True,
+    "feature_extractor_type": "CLIPFeatureExtractor",
+    "image_mean": [0.48145466, 0.4578275, 0.40821073],
+    "image_std": [0.26862954, 0.26130258, 0.27577711],
+    "resample": 3,
+    "size": 224,
+}
 # Parameters of the vision tower of ViT-B/32 with its projection, as transformers counts CLIPVisionModelWithProjection.
 PARAMETERS = 87_849_216
 
@@ -26,25 +38,32 @@ PARAMETERS = 87_849_216
 def b32() -> dict[str, Any]:
     tower = {"hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 12, "num_attention_heads": 12}
     text = {"hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 12, "num_attention_heads": 8}
+    labels = {"id2label": {"0": "LABEL_0", "1": "LABEL_1"}, "label2id": {"LABEL_0": 0, "LABEL_1": 1}}
+    both = {"hidden_act": "quick_gelu", "dropout": 0.0, "torch_dtype": None, **labels}
     return {
         "architectures": ["CLIPModel"],
         "model_type": "clip",
         "projection_dim": 512,
-        "vision_config": {**tower, "model_type": "clip_vision_model", "image_size": 224, "patch_size": 32},
-        "text_config": {**text, "model_type": "clip_text_model", "vocab_size": 49408, "max_position_embeddings": 77},
+        "logit_scale_init_value": 2.6592,
+        "vision_config": {**both, **tower, "model_type": "clip_vision_model", "image_size": 224, "patch_size": 32},
+        "vision_config_dict": None,
+        "text_config": {**both, **text, "model_type": "clip_text_model", "vocab_size": 49408, "bos_token_id": 0},
+        "text_config_dict": None,
     }
 
 
 def model(place: Path, *, is_whole: bool) -> str:
-    """A directory with the configuration, processor and a small tokenizer, without weights."""
-    from transformers import CLIPImageProcessorPil
+    """A directory with configuration and processor as published, and a small tokenizer, without weights.
 
+    An expert that is a vision tower has no processor.
+    """
     config = b32()
-    if not is_whole:
-        config = {**config["vision_config"], "architectures": ["CLIPVisionModel"]}
-    CLIPImageProcessorPil().save_pretrained(place)
+    place.mkdir()
     if is_whole:
         clip_tokenizer().save_pretrained(place)
+        (place / "preprocessor_config.json").write_text(json.dumps(PROCESSOR))
+    else:
+        config = {**config["vision_config"], "architectures": ["CLIPVisionModel"]}
     (place / "config.json").write_text(json.dumps(config))
     return str(place)
 

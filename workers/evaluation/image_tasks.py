@@ -25,7 +25,7 @@ import json
 import os
 import re
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -40,7 +40,7 @@ from workers.evaluation.data_sets import load
 from workers.evaluation.sample_facts import Item, Lengths
 from workers.evaluation.task_loading import guarded_data_sets
 from workers.file_access import FileAccess
-from workers.models.image_processors import decoded
+from workers.models.image_processors import decoded, needed_size
 from workers.models.task_heads import TaskHead, has_zero_shot_heads, task_heads, zero_shot_head
 from workers.models.zero_shot import check_templates
 from workers.object_store import is_object_url
@@ -83,6 +83,9 @@ NUM_THREADS = 8
 # Digests of image files by their state, as a study's checks read each task several times; about 400 bytes an entry.
 MOST_DIGESTS = 1 << 18
 _digests: dict[tuple[str, int, int, int], str] = {}
+# Digests of the images of data sets that contain them, by the state of the data set (`_state_of`).
+MOST_DATA_SETS = 64
+_digests_of_rows: dict[Hashable, tuple[str, ...]] = {}
 HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 
 
@@ -109,6 +112,7 @@ class ImageSet:
     The images of a folder are in the order of their names; the images of a JSONL file or data set are in the order of
     its rows. `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered`
     says whether classes are in the order of the head's outputs. `where` is the folder, file or data set, for messages.
+    A data set has `rows` with the images in `column`; `state` is then equal for equal rows, or None if it is unknown.
     """
 
     samples: tuple[ImageSample, ...]
@@ -118,6 +122,7 @@ class ImageSet:
     rows: Sequence[Mapping[str, Any]] = ()
     column: str = "image"
     may_read_files: bool = True
+    state: Hashable | None = None
 
     @property
     def is_labelled(self) -> bool:
@@ -134,7 +139,7 @@ class ImageSet:
         """Read the encoded image of a sample, as bytes. Raises InvalidTask, with the file's name, if reading fails."""
         file = sample.file
         if sample.row is not None:
-            stored = self.rows[sample.row][self.column] or {}
+            stored = self._stored(sample.row)
             if stored.get("bytes") is not None:
                 return bytes(stored["bytes"])
             if not stored.get("path") or not self.may_read_files:
@@ -145,12 +150,23 @@ class ImageSet:
         except OSError as error:
             raise InvalidTask(f"{sample.file}: cannot be read ({error.strerror})", "task.images") from error
 
+    def _stored(self, row: int) -> Mapping[str, Any]:
+        """The image in a row of a data set: an object with its bytes, or with the path of a file."""
+        return self.rows[row][self.column] or {}
+
     @cached_property
     def digests(self) -> tuple[str, ...]:
         """The sha256 (hex) of each image's bytes. Raises InvalidTask if an image cannot be read."""
+        known = None if self.state is None else _digests_of_rows.get(self.state)
+        if known is not None:
+            return known
+        are_files: list[ImageSample] = []
 
         def digest(sample: ImageSample) -> str:
             if sample.row is not None:
+                if (content := self._stored(sample.row).get("bytes")) is not None:
+                    return hashlib.sha256(content).hexdigest()
+                are_files.append(sample)
                 return hashlib.sha256(self.read(sample)).hexdigest()
             try:
                 found = sample.file.stat()
@@ -165,7 +181,12 @@ class ImageSet:
             return known
 
         with ThreadPoolExecutor(NUM_THREADS) as threads:
-            return tuple(threads.map(digest, self.samples))
+            found = tuple(threads.map(digest, self.samples))
+        if self.state is not None and not are_files:
+            if len(_digests_of_rows) >= MOST_DATA_SETS:
+                _digests_of_rows.clear()
+            _digests_of_rows[self.state] = found
+        return found
 
     @cached_property
     def content(self) -> str:
@@ -384,7 +405,16 @@ class ImageTasks:
         return Lengths((size // patch) ** 2 + 1, 1.0, 1.0)
 
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
-        prepared_task(spec, sources)
+        prepared = prepared_task(spec, sources)
+        if (size := needed_size(sources.result_dir)) is not None:
+            _check_sizes(prepared.task.images, size)
+        largest = IMAGE_METRICS.get(spec.metric, 0)
+        if prepared.head.num_classes <= largest:
+            raise InvalidTask(
+                f"{prepared.task.images.where}: {spec.metric} is 1 for every model, because the head of "
+                f"{prepared.head.alias!r} has {prepared.head.num_classes} classes; expected at least {largest + 1}",
+                "metric",
+            )
 
     def lack_of_references(self, spec: TaskSpec) -> str | None:
         return None if load_image_task(spec).images.is_labelled else "its images have no labels"
@@ -416,14 +446,17 @@ def texts_of(task: ImageTask, start: int, stop: int) -> SampleTexts:
 
 
 def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess | None) -> ImageSet:
-    try:
-        directories = sorted(each for each in folder.iterdir() if each.is_dir() and not each.name.startswith("."))
-    except OSError as error:
-        raise InvalidTask(f"{folder}: cannot be read ({error.strerror})", "task.images") from error
+    entries = _entries(folder)
+    directories = [each for each in entries if each.is_dir()]
     if not directories:
-        files = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
-        samples = [ImageSample(_image_file(file, access), file.name, NO_LABEL) for file in files]
+        samples = [ImageSample(_image_file(file, access), file.name, NO_LABEL) for file in entries]
         return ImageSet(tuple(samples), stated, stated is not None, str(folder))
+    if loose := [each for each in entries if each.suffix.lower() in SUFFIXES and not each.is_dir()]:
+        message = (
+            f"{loose[0]}: is an image beside directories of classes, such as {directories[0].name!r}; expected each "
+            "image in the directory of its class"
+        )
+        raise InvalidTask(message, "task.images")
     classes = tuple(each.name for each in directories)
     if stated is not None and (unknown := sorted(set(classes) - set(stated))):
         message = f"{folder}: has a directory {unknown[0]!r}, which `classes` does not name; add it, or remove it"
@@ -433,12 +466,32 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
     samples = []
     for directory in directories:
         _check_access(directory, access)
-        for file in sorted(directory.iterdir()):
-            if file.name.startswith("."):
-                continue
+        for file in _entries(directory):
             name = f"{directory.name}/{file.name}"
             samples.append(ImageSample(_image_file(file, access), name, places[directory.name]))
     return ImageSet(tuple(samples), classes, stated is not None, str(folder))
+
+
+def _entries(folder: Path) -> list[Path]:
+    """Files and directories in `folder` whose names do not begin with a dot, in the order of their names.
+
+    Raises InvalidTask if the folder cannot be read, or a name is not UTF-8, in which results are stored.
+    """
+    try:
+        found = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
+    except OSError as error:
+        raise InvalidTask(f"{folder}: cannot be read ({error.strerror})", "task.images") from error
+    if (wrong := next((each.name for each in found if not _is_text(each.name)), None)) is not None:
+        raise InvalidTask(f"{folder}: has a name that is not UTF-8, {wrong!a}; rename it", "task.images")
+    return found
+
+
+def _is_text(name: str) -> bool:
+    """Whether `name` can be written in UTF-8, and contains no null character, as paths of files do not."""
+    try:
+        return b"\0" not in name.encode()
+    except UnicodeEncodeError:
+        return False
 
 
 def _image_file(file: Path, access: FileAccess | None) -> Path:
@@ -459,8 +512,8 @@ def _of_lines(
     if file.exists() and not file.is_file():
         raise InvalidTask(f"{file}: is not a file; expected a JSONL file, or a folder with another name", "task.images")
     try:
-        lines = file.read_text().splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        lines = file.read_bytes().splitlines()
+    except OSError as error:
         raise InvalidTask(f"{file}: cannot be read ({error})", "task.images") from error
     rows: list[tuple[str, int | str | None]] = []
     for number, line in enumerate(lines, start=1):
@@ -542,14 +595,31 @@ def _of_data_set(
         for number, index in enumerate(labels)
     )
     where = f"{place} {split}"
-    return ImageSet(samples, classes, stated is not None, where, rows, image, may_read_files=access is None)
+    state = _state_of(rows, image)
+    return ImageSet(
+        samples, classes, stated is not None, where, rows, image, may_read_files=access is None, state=state
+    )
 
 
-def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
+def _state_of(rows: Any, column: str) -> Hashable | None:
+    """What determines the images in a `column` of a data set: its fingerprint, and the state of its files.
+
+    The result is None if the data set is in no files.
+    """
+    try:
+        files = [(file["filename"], os.stat(file["filename"])) for file in rows.cache_files]
+    except OSError:
+        return None
+    if not files:
+        return None
+    return rows._fingerprint, column, tuple((name, found.st_mtime_ns, found.st_size) for name, found in files)
+
+
+def _row(line: bytes, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
     """Path of the image, and label, in a line of a JSONL file; the label is None if the line does not state one."""
     try:
         document = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise InvalidTask(f"{where}: is not JSON: {error}", "task.images") from error
     found: dict[str, Any] = {"label": None}
     for option, kinds in (("image", (str,)), ("label", (int, str))):
@@ -557,7 +627,8 @@ def _row(line: str, task: Mapping[str, Any], *, where: str) -> tuple[str, int | 
         if option == "label" and isinstance(document, dict) and key not in document:
             continue
         value = document.get(key) if isinstance(document, dict) else None
-        if not isinstance(value, kinds) or isinstance(value, bool):
+        is_name = not isinstance(value, str) or _is_text(value)
+        if not isinstance(value, kinds) or isinstance(value, bool) or not is_name:
             wanted = "the path of an image" if option == "image" else "the name of a class or the index of an output"
             raise InvalidTask(f"{where}: {key!r} is {value!r}; expected {wanted}", f"task.{option}")
         found[option] = value
@@ -580,12 +651,32 @@ def check_decodable(images: ImageSet) -> None:
             return str(error)
         return None
 
+    _raise_first(images, problem)
+    cached(key, "yes")
+
+
+def _check_sizes(images: ImageSet, size: int) -> None:
+    """Check that every image has `size` x `size` pixels. Raises InvalidTask, with the names of other images."""
+
+    def problem(sample: ImageSample) -> str | None:
+        image = decoded(images.read(sample), str(sample.file))
+        if image.size == (size, size):
+            return None
+        return (
+            f"{sample.file}: has {image.height} x {image.width} pixels; expected {size} x {size}, because the base's "
+            "image processor does not resize images (do_resize)"
+        )
+
+    _raise_first(images, problem)
+
+
+def _raise_first(images: ImageSet, problem: Callable[[ImageSample], str | None]) -> None:
+    """Raise InvalidTask with the texts that `problem` returns for the first images, if it returns one for any."""
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         broken = [text for text in threads.map(problem, images.samples) if text is not None]
     if broken:
         rest = f"; and {len(broken) - 3} more images" if len(broken) > 3 else ""
         raise InvalidTask("; ".join(broken[:3]) + rest, "task.images")
-    cached(key, "yes")
 
 
 def _accessible(path: Path, access: FileAccess | None) -> Path:

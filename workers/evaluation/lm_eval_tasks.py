@@ -17,6 +17,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
+from search_spaces.study.image_suites import IMAGE_SUITES
 from workers.errors import InvalidTask
 from workers.evaluation.built_tasks import Answers, BuiltTask, Subtask, permutation
 from workers.evaluation.inline_files import InlineRow, read_inline
@@ -313,7 +314,7 @@ def _load(spec: TaskSpec, loading: Loading) -> dict[str, Any]:
 def _from_name(name: str, loading: Loading) -> dict[str, Any]:
     index = task_index()
     if name not in index:
-        nearest = difflib.get_close_matches(name, sorted(index), n=3, cutoff=0.5)
+        nearest = difflib.get_close_matches(name, sorted({*index, *IMAGE_SUITES}), n=3, cutoff=0.5)
         raise InvalidTask(
             f"task {name!r}: lm-eval knows no such task"
             + (f"; nearest are {', '.join(nearest)}" if nearest else "; `lm-eval ls tasks` lists them")

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import save_file
 
 from workers.merging.bank import Bank
+from workers.models.checkpoints import Checkpoint
 from workers.models.task_heads import (
     BIAS,
     HEADS_DIR,
@@ -136,8 +137,26 @@ def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
     for alias in heads:
         found = head_tensors(checkpoints[alias])
         tensors[alias] = {WEIGHT: _in(found.weight, dtype), BIAS: _in(found.bias, dtype)}
-    own = checkpoints[main].config
-    return ExportedHeads(main, heads, tensors, {key: own[key] for key in OF_HEAD if key in own})
+    return ExportedHeads(main, heads, tensors, _of_head(heads[main], checkpoints[main]))
+
+
+def _of_head(head: TaskHead, checkpoint: Checkpoint) -> dict[str, Any]:
+    """The fields of config.json that describe a head of a model, and replace those of the base.
+
+    The model `checkpoint` may state none, if it is an adapter or its classes have no names.
+    """
+    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
+
+    own = checkpoint.config
+    names = head.labels or tuple(f"LABEL_{index}" for index in range(head.num_classes))
+    fields: dict[str, Any] = {
+        "architectures": [MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES[own["model_type"]]],
+        "id2label": {str(index): name for index, name in enumerate(names)},
+        "label2id": {name: index for index, name in enumerate(names)},
+    }
+    # An adapter has the configuration of its base, whose class may have no head.
+    stated = OF_HEAD if checkpoint.base is None else OF_HEAD[1:]
+    return fields | {key: own[key] for key in stated if key in own}
 
 
 def _in(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:

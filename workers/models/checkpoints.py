@@ -19,7 +19,7 @@ from workers.models.components import Layout
 from workers.models.computed_tensors import SourceTensor, Stacked
 from workers.models.config import MERGED_TOWERS, in_common_names
 from workers.models.headers import DTYPE_BYTES, TensorInfo, read_headers
-from workers.models.modalities import Modality, modality_of
+from workers.models.modalities import MODALITIES, Modality, modality_of
 from workers.models.modalities.text import BY_CONFIG
 from workers.models.remote import is_metadata_only, locate, named
 from workers.models.tokenizers import TOKENIZER_FILES
@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 __all__ = ["BY_CONFIG", "Checkpoint", "aligned", "open_checkpoint", "read_checkpoint", "read_expert", "stored_bytes"]
 
+# Configuration fields that describe the classes of a head.
+OF_CLASSES = ("id2label", "label2id", "num_labels")
 # Configuration fields that hold ids of tokens.
 SPECIAL_TOKENS = ("bos_token_id", "eos_token_id", "pad_token_id")
 
@@ -183,7 +185,12 @@ def read_expert(directory: Path, base: Checkpoint | None) -> Checkpoint | None:
         raise InvalidModel(tuple(problems))
     if base is None or adapter is None:
         return None
-    return Checkpoint(directory, base.config, adapter.tensors, tuple(sorted(adapter.files)), base)
+    # The base's names of classes are not those of another head.
+    config = {key: value for key, value in base.config.items() if not adapter.has_head or key not in OF_CLASSES}
+    checkpoint = Checkpoint(directory, config, adapter.tensors, tuple(sorted(adapter.files)), base)
+    if adapter.has_head and (problems := [*_checkpoint_problems(checkpoint)]):
+        raise InvalidModel(tuple(problems))
+    return checkpoint
 
 
 def aligned(
@@ -251,13 +258,37 @@ def _read_config(path: Path, problems: list[str]) -> dict[str, Any]:
     has_towers = config.get("vision_config") is not None and config.get("model_type") not in MERGED_TOWERS
     if config.get("is_encoder_decoder") or has_towers:
         kind = "an encoder-decoder" if config.get("is_encoder_decoder") else "a vision-language"
-        problems.append(f"{file}: {kind} model ({config.get('model_type')}); only decoder-only text models are merged")
+        problems.append(f"{file}: {kind} model ({config.get('model_type')}); {_merged_types()}")
+    elif (modality := _other_modality(config)) is not None:
+        message = f"{file}: a model of the modality {modality.name} of type {config.get('model_type')!r}"
+        problems.append(f"{message}; {_merged_types()}")
     else:
         try:
             in_common_names(config)
         except InvalidModel as error:
             problems += [f"{path}: {problem}" for problem in error.problems]
     return config
+
+
+def _other_modality(config: Mapping[str, Any]) -> Modality | None:
+    """The modality of a model whose class belongs to a modality that does not have its type; None for other models."""
+    stated, classes = modality_of(config), config.get("architectures")
+    for modality in MODALITIES.values():
+        ending = modality.auto_class.removeprefix("AutoModel")
+        is_class = isinstance(classes, list) and any(str(name).endswith(ending) for name in classes)
+        if is_class and modality.model_types and modality is not stated:
+            return modality
+    return None
+
+
+def _merged_types() -> str:
+    """End of a message that says which models are merged."""
+    types = (
+        f"those of the modality {modality.name} of the types {', '.join(sorted(modality.model_types))}"
+        for modality in MODALITIES.values()
+        if modality.model_types
+    )
+    return f"decoder-only text models are merged, and {', '.join(types)}"
 
 
 def _checkpoint_problems(checkpoint: Checkpoint) -> Iterator[str]:

@@ -51,8 +51,13 @@ def in_common_names(config: Mapping[str, Any]) -> dict[str, Any]:
     """
     model_type = config.get("model_type")
     if isinstance(model_type, str) and model_type in MERGED_TOWERS:
-        key, model_type = MERGED_TOWERS[model_type]
-        config = {**config.get(key, {}), "model_type": model_type}
+        key, tower_type = MERGED_TOWERS[model_type]
+        tower = config.get(key)
+        if not isinstance(tower, Mapping):
+            message = f"config.json: {key} is {tower!r:.80}; expected the configuration of the {tower_type}"
+            raise InvalidModel((message,))
+        model_type = tower_type
+        config = {**tower, "model_type": model_type}
     common_names, defaults = _known(model_type if isinstance(model_type, str) else "")
     found = {**defaults, **config}
     return {common: found[own] for common, own in common_names.items() if own in found} | found

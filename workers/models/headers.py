@@ -11,6 +11,7 @@ import math
 import struct
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -38,7 +39,7 @@ PICKLES = ("*.bin", "*.pt", "*.pth", "*.ckpt", "*.pkl")
 TRAINERS = ("training_args.bin", "optimizer.pt", "scheduler.pt")
 
 CONVERSIONS = {
-    "model": "`AutoModelForCausalLM.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR)` of transformers",
+    "model": "`{loader}.from_pretrained(DIR, dtype='auto').save_pretrained(NEW_DIR)` of transformers",
     "adapter_model": "`AutoPeftModelForCausalLM.from_pretrained(DIR).save_pretrained(NEW_DIR)` of peft",
 }
 
@@ -129,11 +130,21 @@ def _shards(path: Path, stem: str, problems: list[str]) -> tuple[list[Path], Map
     elif pickles:
         problems.append(
             f"{path}: only pickles ({first_few(pickles)}), which are never loaded, because they can run code; convert "
-            f"a model that you trust to safetensors: {CONVERSIONS[stem]} does so"
+            f"a model that you trust to safetensors: {_conversion(path, stem)} does so"
         )
     else:
         problems.append(f"{path}: no {single.name} and no {index.name}")
     return [], None
+
+
+def _conversion(path: Path, stem: str) -> str:
+    """Code that converts the pickles of a model or adapter, by the class that the model's config.json states."""
+    loader = "AutoModelForCausalLM"
+    with suppress(OSError, ValueError, RecursionError, LookupError, TypeError):
+        stated = json.loads((path / "config.json").read_bytes())["architectures"][0]
+        if isinstance(stated, str) and stated.isidentifier() and not stated.endswith("ForCausalLM"):
+            loader = stated
+    return CONVERSIONS[stem].format(loader=loader)
 
 
 def _indexed_shards(path: Path, index: Path, problems: list[str]) -> tuple[list[Path], Mapping[str, str] | None]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import io
 import json
-import warnings
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +23,7 @@ __all__ = [
     "check_processor",
     "decoded",
     "load_processor",
+    "needed_size",
     "pixels_of",
     "processor_differences",
 ]
@@ -47,27 +47,61 @@ def load_processor(directory: str | Path) -> Any:
 
     try:
         return AutoImageProcessor.from_pretrained(path, backend="pil", trust_remote_code=False)
-    except (OSError, ValueError, TypeError, KeyError, ImportError) as error:
+    except (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError) as error:
         raise InvalidModel((f"{path}: its image processor cannot be loaded: {error}",)) from error
 
 
 def check_processor(directory: str | Path) -> None:
     """Check that the image processor in `directory` gives images of the size that the model's configuration states.
 
-    Raises InvalidModel if the sizes differ, or if the directory has no image processor.
+    The processor is given an image that is neither square nor of this size. A processor that does not resize must leave
+    images of this size as they are (`needed_size`). Raises InvalidModel if the result has another size, or if the
+    directory has no image processor that can be used.
     """
     path = Path(directory)
     processor = load_processor(path)
     wanted = read_config(path).get("image_size")
-    size = processor.crop_size if getattr(processor, "do_center_crop", False) else getattr(processor, "size", None)
-    found = tuple(size.get(side) for side in ("height", "width")) if size is not None else (None, None)
-    if isinstance(wanted, int) and found != (wanted, wanted):
+    if not isinstance(wanted, int):
+        return
+    given, fitting = _other_size(wanted), (wanted, wanted)
+    try:
+        found = _size_of(processor, given)
+        is_right = found == fitting or (found == given and _size_of(processor, fitting) == fitting)
+    except (ValueError, TypeError, KeyError, AttributeError, RuntimeError) as error:
+        raise InvalidModel((f"{path}: its image processor cannot read images: {error}",)) from error
+    if not is_right:
         raise InvalidModel(
             (
-                f"{path}: its image processor gives images of {found[0]} x {found[1]}, config.json states image_size "
-                f"{wanted}; expected {wanted} x {wanted}",
+                f"{path}: its image processor gives images of {found[0]} x {found[1]} for one of {given[0]} x "
+                f"{given[1]}, config.json states image_size {wanted}; expected {wanted} x {wanted} for every image",
             )
         )
+
+
+def needed_size(directory: str | Path) -> int | None:
+    """The height and width that images must have for the model in `directory`, in pixels.
+
+    The result is None if the model's image processor brings every image to the size that the model reads. Raises
+    InvalidModel if there is no image processor that can be used.
+    """
+    wanted = read_config(directory).get("image_size")
+    if not isinstance(wanted, int):
+        return None
+    given = _other_size(wanted)
+    return wanted if _size_of(load_processor(directory), given) == given else None
+
+
+def _other_size(size: int) -> tuple[int, int]:
+    """Height and width of an image that is not square, and has none of its sides equal to `size`."""
+    return size + 1, 2 * size + 3
+
+
+def _size_of(processor: Any, given: tuple[int, int]) -> tuple[int, int]:
+    """Height and width to which a processor brings an image of the height and width `given`."""
+    from PIL import Image
+
+    height, width = pixels_of(processor, [Image.new("RGB", given[::-1])])[0].shape[1:]
+    return height, width
 
 
 def processor_differences(base: Path, expert: Path) -> Iterator[str]:
@@ -95,10 +129,12 @@ def decoded(content: bytes, where: str) -> Any:
     from PIL import Image, UnidentifiedImageError
 
     try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("error", Image.DecompressionBombWarning)
-            with Image.open(io.BytesIO(content)) as image:
-                return image.convert("RGB")
+        with Image.open(io.BytesIO(content)) as image:
+            # Pillow warns of such images, and filters of warnings are shared by the threads that decode.
+            most = Image.MAX_IMAGE_PIXELS
+            if most is not None and image.width * image.height > most:
+                raise ValueError(f"has {image.width} x {image.height} pixels; expected at most {most}")
+            return image.convert("RGB")
     except UnidentifiedImageError as error:
         raise ValueError(f"{where}: is no image that Pillow can read") from error
     except (OSError, SyntaxError, ValueError, Image.DecompressionBombError, Image.DecompressionBombWarning) as error:

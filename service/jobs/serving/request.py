@@ -17,6 +17,7 @@ from service.jobs.search.kind import SEARCH
 from service.jobs.serving import NAME
 from service.store import Store
 from service.types import Account, JobRecord
+from workers.models.modalities import modality_of_task
 
 __all__ = ["ServingOptions", "ServingRequest", "accept", "accepted_for", "check_number", "load"]
 
@@ -85,8 +86,13 @@ def accepted_for(study: JobRecord, request: ServingRequest, sender: Account | No
 
     The job's name is stated in `request`; by default, the name is the study's name followed by `-served`. Raises
     InvalidStudy if the option `shares_engines` of `request` lets engines be shared with a search, and `sender` is not
-    an administrator.
+    an administrator, or if the study's models complete no prompts.
     """
+    tasks = (entry["task"] for entry in study.document.get("objectives", ()) if "task" in entry)
+    without = next((modality for modality in map(modality_of_task, tasks) if not modality.has_vocabulary), None)
+    if without is not None:
+        message = f"{study.name}: its models are of the modality {without.name}, and complete no prompts"
+        raise InvalidStudy((Problem("study", message),))
     if request.shares_engines and sender is not None and not sender.is_admin:
         message = "only administrators of the server may let chats use the engines of a search"
         raise InvalidStudy((Problem("shares_engines", message),))

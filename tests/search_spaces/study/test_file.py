@@ -833,3 +833,26 @@ def test_the_backend_of_images_is_torch(stated: str | None) -> None:
     text = parse_study(SMALL)
     assert text.canonical()["engine"]["backend"] == "vllm"
     assert study.engine.options.document() == text.engine.options.document()
+
+
+def test_options_of_prompts_are_refused_for_images() -> None:
+    """Options that a study without prompts would ignore are refused: of engines, and of benchmarks."""
+    image = {"name": "pets", "task": {"images": "pets", "head": "e"}, "metric": "acc"}
+    options = {
+        "max_model_len": 64,
+        "add_bos_token": True,
+        "chat_template": True,
+        "system_prompt": "Hello.",
+        "model_runner": "v2",
+    }
+    document = {**SMALL, "objectives": [image], "engine": options}
+    message = "is for tasks with prompts, of which the study has none; leave it out"
+    assert problems(document) == [(f"engine.{name}", message) for name in options]
+    text = {"name": "text", "task": {"file": "a.jsonl"}, "metric": "exact_match"}
+    assert parse_study({**document, "objectives": [image, text]}).engine.max_model_len == 64
+    judge = {"url": "http://judge/v1", "model": "m"}
+    benchmarks = [{**image, "metric": "win_rate", "judge": judge}, {**image, "name": "a", "attack": {"kind": "stress"}}]
+    assert problems({**SMALL, "objectives": [image], "benchmarks": benchmarks}) == [
+        ("benchmarks.0.judge", "compares generated text, and an image task has none; leave it out"),
+        ("benchmarks.1.attack", "changes prompts, and an image task has none; leave it out"),
+    ]

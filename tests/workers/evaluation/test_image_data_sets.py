@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import io
 from pathlib import Path
 from typing import Any
@@ -13,8 +14,9 @@ from pydantic import ValidationError
 from search_spaces.study.image_suites import IMAGE_SUITES, with_described_suites
 from search_spaces.study.objectives import ImageTask, ObjectiveSpec
 from workers.errors import InvalidTask
-from workers.evaluation.image_tasks import load_image_task, read_image_set
+from workers.evaluation.image_tasks import ImageSet, load_image_task, read_image_set
 from workers.evaluation.shipped_tasks import fetch, shipped_tasks
+from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.zero_shot import check_templates, prompts_of
 from workers.types import TaskSpec
@@ -66,6 +68,32 @@ def test_a_named_task_reads_its_data_set(eurosat: Path) -> None:
     assert images.samples[3].name == "test[:20]/3"
 
 
+def test_images_of_a_data_set_are_hashed_once(eurosat: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A study's checks read each task several times and hash its images once; other data are hashed too."""
+    from datasets import load_dataset
+
+    reads: list[int] = []
+    stored = ImageSet._stored
+
+    def counted(images: ImageSet, row: int) -> Any:
+        reads.append(row)
+        return stored(images, row)
+
+    monkeypatch.setattr(ImageSet, "_stored", counted)
+    task = {"images": "hub:tanganke/eurosat", "split": "test[:20]", "head": "base"}
+    first = read_image_set(task).digests
+    assert len(set(first)) == len(reads) == 20
+    assert read_image_set(task).digests == first
+    assert len(reads) == 20
+    assert read_image_set({**task, "split": "test[10:]"}).digests[:10] == first[10:]
+    assert len(reads) == 40
+    other = load_dataset("parquet", data_files=str(eurosat / "test.parquet"), split="train").select(range(29, -1, -1))
+    other.to_parquet(eurosat / "test.parquet")
+    changed = read_image_set(task).digests
+    assert len(reads) == 60
+    assert changed[0] == hashlib.sha256(png(29)).hexdigest() != first[0]
+
+
 def test_classes_default_to_those_of_the_data_set(eurosat: Path) -> None:
     images = read_image_set({"images": "hub:tanganke/eurosat", "split": "test", "head": "base"})
     assert images.classes is not None
@@ -96,6 +124,11 @@ def test_what_the_data_set_does_not_have_is_named(eurosat: Path, change: dict[st
 def test_splits_belong_to_data_sets(task: dict[str, Any], message: str) -> None:
     with pytest.raises(ValidationError, match=message):
         ObjectiveSpec.model_validate({"name": "land", "task": task, "metric": "acc"})
+
+
+def test_names_near_to_a_suite_are_told() -> None:
+    with pytest.raises(InvalidTask, match=r"lm-eval knows no such task; nearest are .*\bclip_mnist\b"):
+        check_task(TaskSpec("clip_mnst", "acc"))
 
 
 def test_suites_are_listed_and_fetched(eurosat: Path) -> None:

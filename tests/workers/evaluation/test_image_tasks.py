@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import replace
@@ -147,6 +149,36 @@ WRONG: Mapping[str, tuple[Callable[[Path], object], dict[str, Any], str]] = {
         "the label 'x', which `classes` does not",
     ),
     "none": (lines(), {}, "has no images; expected a directory for each class, or lines"),
+    "beside": (
+        lambda f: (f / "one.png").write_bytes((f / "line" / "000.png").read_bytes()),
+        {},
+        r"images/one\.png: is an image beside directories of classes, such as 'circle'; expected each image in the",
+    ),
+    "a name in another encoding": (
+        lambda f: (f / "line" / os.fsdecode(b"\xfc.png")).write_bytes(b""),
+        {},
+        r"line: has a name that is not UTF-8, '\\udcfc\.png'; rename it",
+    ),
+    "a null character": (
+        lines({"image": "a\0.png", "label": 0}),
+        {},
+        r"line 1: 'image' is 'a\\x00\.png'; expected the path of an image",
+    ),
+    "half a character": (
+        lines({"image": "a", "label": "\ud800"}),
+        {},
+        r"line 1: 'label' is '\\ud800'; expected the name",
+    ),
+    "nested": (
+        lambda f: (f.parent / "d.jsonl").write_text("[" * 100_000),
+        {},
+        "line 1: is not JSON: maximum recursion depth",
+    ),
+    "Latin-1": (
+        lambda f: (f.parent / "d.jsonl").write_bytes('{"image": "a", "label": "ü"}'.encode("latin-1")),
+        {},
+        "line 1: is not JSON: 'utf-8' codec can't decode",
+    ),
 }
 
 
@@ -162,6 +194,27 @@ def test_tasks_that_cannot_be_used_say_why(case: str, tmp_path: Path) -> None:
     task = {"images": str(place), "head": "a", **of_task}
     with pytest.raises(InvalidTask, match=message):
         check_task(replace(TaskSpec(task, "acc"), **of_spec))
+
+
+def test_lines_end_at_line_feeds(tmp_path: Path) -> None:
+    """A byte order mark, and characters that end lines for str.splitlines, do not divide or spoil lines of JSON."""
+    image_folder(tmp_path / "images", per_class=1)
+    rows = [{"image": "images/line/000.png", "label": name} for name in ("a\u2028b", "c\x85d", "e")]
+    text = "\r\n".join(json.dumps(row, ensure_ascii=False) for row in rows)
+    (tmp_path / "d.jsonl").write_bytes(text.encode("utf-8-sig"))
+    found = read_image_set({"images": str(tmp_path / "d.jsonl"), "head": "a"})
+    assert [found.class_of(sample) for sample in found.samples] == ["a\u2028b", "c\x85d", "e"]
+
+
+@pytest.mark.filterwarnings("ignore::PIL.Image.DecompressionBombWarning")
+def test_images_of_too_many_pixels_are_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Images of more pixels than Pillow accepts are refused, in every thread, without changing filters of warnings."""
+    folder = image_folder(tmp_path / "images", per_class=20)
+    monkeypatch.setattr("PIL.Image.MAX_IMAGE_PIXELS", 28 * 28 - 1)
+    before = list(warnings.filters)
+    with pytest.raises(InvalidTask, match=r"has 28 x 28 pixels; expected at most 783.*; and 57 more images"):
+        check_task(spec_of(folder))
+    assert warnings.filters == before
 
 
 def test_no_other_files_are_read(tmp_path: Path) -> None:
@@ -221,6 +274,14 @@ def test_heads_must_fit_their_tasks(
     with pytest.raises(InvalidTask, match=message) as caught:
         prepared_task(spec_of(image_folder(tmp_path / "images"), task=task), sources)
     assert caught.value.field == "task.head"
+
+
+def test_metrics_that_are_one_for_every_model_are_refused(sources: ResolvedFamily, tmp_path: Path) -> None:
+    """The right class is always among the five likeliest of three, so acc_top5 would compare nothing."""
+    folder = image_folder(tmp_path / "images")
+    IMAGE_TASKS.check_models(spec_of(folder), sources)
+    with pytest.raises(InvalidTask, match="acc_top5 is 1 for every model, because the head of 'a' has 3 classes"):
+        IMAGE_TASKS.check_models(spec_of(folder, metric="acc_top5"), sources)
 
 
 def test_indices_must_be_outputs_of_the_head(sources: ResolvedFamily, tmp_path: Path) -> None:

@@ -149,6 +149,28 @@ def test_classifiers_that_cannot_be_used_are_refused(case: str, tmp_path: Path) 
         open_checkpoint(tmp_path / "vit")
 
 
+def test_image_models_of_other_types_are_refused_as_such(tmp_path: Path) -> None:
+    """A classifier of another type, and a model of two towers, are told which models are merged."""
+    vit = tiny_vit(tmp_path / "vit")
+    merged = r"decoder-only text models are merged, and those of the modality image of the types clip, clip_vision"
+    cases: dict[str, dict[str, object]] = {
+        "a model of the modality image of type 'deit'": {
+            "model_type": "deit",
+            "architectures": ["DeiTForImageClassification"],
+        },
+        r"a vision-language model \(siglip\)": {
+            "model_type": "siglip",
+            "architectures": ["SiglipModel"],
+            "vision_config": {},
+        },
+    }
+    for message, fields in cases.items():
+        changed_config(vit, **fields)
+        with pytest.raises(InvalidModel, match=f"{message}; {merged}") as caught:
+            open_checkpoint(vit)
+        assert len(caught.value.problems) == 1
+
+
 def test_models_of_two_modalities_are_refused(tmp_path: Path) -> None:
     """A language model and a classifier are not a family, whichever is the base; nothing else is said of them."""
     vit, llama = tiny_vit(tmp_path / "vit"), tiny_llama(tmp_path / "llama")
@@ -175,7 +197,7 @@ def test_another_processor_than_the_bases_is_refused(tmp_path: Path) -> None:
 def test_processors_must_fit_the_images_of_the_model(tmp_path: Path) -> None:
     vit = tiny_vit(tmp_path / "a", processor={"size": {"height": 32, "width": 28}})
     with pytest.raises(
-        InvalidModel, match=r"gives images of 32 x 28, config\.json states image_size 28; expected 28 x 28"
+        InvalidModel, match=r"gives images of 32 x 28 for one of 29 x 59, config\.json states image_size 28"
     ):
         IMAGE.check_files(vit)
     (vit / "preprocessor_config.json").unlink()

@@ -64,9 +64,9 @@ class ImageSwap:
 class ImageEngine:
     """Engine for merges of image classifiers: a base model and its experts; it holds one merge at a time.
 
-    `family` has the models. Of the engine's `options`, only `dtype` and `max_layers` are used. `device` is the device
-    of the engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with the reason, if
-    the models cannot be opened, and EngineFault if the engine's features differ from transformers' features.
+    `family` has the models. Of the engine's `options`, only `dtype`, `max_layers` and `rank_cache` are used. `device` is
+    the device of the engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with the
+    reason, if the models cannot be opened, and EngineFault if the engine's features differ from transformers' features.
     """
 
     def __init__(
@@ -95,6 +95,8 @@ class ImageEngine:
             self.family = on_this_machine(family)
             placement = Placement.MAPPED if self.device.type == "cpu" else Placement.HOST
             self.bank = Bank(self.family, placement, device=self.device)
+            if options.rank_cache:
+                self.bank.keep_ranks()
         except InvalidModel as error:
             raise EngineUnavailable(f"no engine for {family.base.directory}: {error}") from error
         self.sources = self.bank.sources

@@ -50,6 +50,20 @@ class AdaptedBase:
         outer = [name for name in names if name.partition(".")[2] == parameter]
         return outer[0] if len(outer) == 1 else None
 
+    def head(self, parameter: str) -> str | None:
+        """Name of the tensor of a task's head that an adapter calls `parameter`; None if it belongs to no such head.
+
+        The base itself may have no head, or one for other classes.
+        """
+        modality = modality_of(self.config)
+        name = modality.canonical(self.config, parameter)
+        return name if name in modality.heads else None
+
+    def is_unmerged(self, parameter: str) -> bool:
+        """Whether `parameter` belongs to a part of models that is not merged, such as a head or CLIP's text tower."""
+        name = modality_of(self.config).canonical(self.config, parameter)
+        return name is None or name in self.layout.task_heads or self.head(parameter) is not None
+
     def stack(self, parameter: str) -> str | None:
         """Name of the stacked MoE tensor of the base that an adapter calls `parameter`; None if there is none.
 

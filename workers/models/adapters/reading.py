@@ -25,11 +25,13 @@ log = logging.getLogger(__name__)
 class Adapter:
     """A base model's tensors after a LoRA adapter's changes, and the adapter's own safetensors files.
 
-    Tensors that the adapter does not change are included.
+    Tensors that the adapter does not change are included, but no head of the base. `has_head` says whether the adapter
+    has a head for a task of its own (`modules_to_save`), whose tensors are included.
     """
 
     tensors: Mapping[str, SourceTensor]
     files: frozenset[Path]
+    has_head: bool = False
 
 
 def is_adapter(path: Path) -> bool:
@@ -75,10 +77,13 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
         _warn(f"{path}: says that it was trained on {settings.stated_base}; it is merged with {base.directory}")
     tensors = {name: base.tensors[name] for name in base.layout.places}
     unknown: list[str] = []
+    heads: dict[str, SourceTensor] = {}
     for parameter, info in parts.whole.items():
         name = base.name(parameter)
         if name is not None:
             tensors[name] = info
+        elif (head := base.head(parameter)) is not None:
+            heads[head] = info
         elif not (is_output_head(parameter) and base.layout.is_tied):
             unknown.append(parameter)
     for module, matrices in parts.matrices.items():
@@ -119,14 +124,20 @@ def read_adapter(path: Path, base: AdaptedBase | None, problems: list[str]) -> A
             )
         else:
             tensors[name] = ReplacedRows(tensors[name], rows, numbers)
-    if unknown:
+    unmerged = [parameter for parameter in unknown if base.is_unmerged(parameter)]
+    if unmerged:
+        problems.append(
+            f"{where}: changes {first_few(unmerged)}, which are not merged; expected an adapter that changes merged "
+            "parts, and may have a whole head (modules_to_save)"
+        )
+    if unknown := [parameter for parameter in unknown if parameter not in unmerged]:
         problems.append(
             f"{where}: an adapter of another model: it changes {first_few(unknown)}, which the base {base.directory} "
             "does not have"
         )
     if base.layout.is_tied:
         problems += [f"{path}: {problem}" for problem in _tied_problems(parts, settings)]
-    return Adapter(tensors, frozenset(info.file for info in stored.values()))
+    return Adapter(tensors | heads, frozenset(info.file for info in stored.values()), bool(heads))
 
 
 @lru_cache

@@ -122,14 +122,23 @@ def _problems(settings: Mapping[str, Any], found: Layout, tensors: Mapping[str, 
         yield f"image_size is {size!r} and patch_size {patch!r}; expected two numbers, for square images and patches"
     elif size % patch:
         yield f"image_size {size} is not divisible by patch_size {patch}; expected a multiple of {patch}"
+    if (channels := settings.get("num_channels", 3)) != 3:
+        yield f"num_channels is {channels!r}; expected 3, because images are read in color (RGB)"
     weight = tensors.get("classifier.weight")
     if weight is not None and settings["model_type"] == "clip_vision_model":
         yield "a CLIP model with a classifier; expected a whole CLIP model, or a vision tower, for zero-shot heads"
     labels = settings.get("id2label")
-    if weight is not None and isinstance(labels, Mapping) and labels and weight.shape[0] != len(labels):
+    if weight is not None and isinstance(labels, Mapping) and labels and weight.shape[:1] != (len(labels),):
         yield f"its head has {weight.shape[0]} classes, id2label in config.json names {len(labels)}"
-    if weight is not None and "classifier.bias" not in tensors:
-        yield "its head has classifier.weight and no classifier.bias; expected both"
+    bias = tensors.get("classifier.bias")
+    if (weight is None) != (bias is None):
+        there, lacking = ("weight", "bias") if bias is None else ("bias", "weight")
+        yield f"its head has classifier.{there} and no classifier.{lacking}; expected both"
+    width = settings.get("hidden_size")
+    if weight is not None and (len(weight.shape) != 2 or weight.shape[1] != width):
+        yield f"its head has weights of shape {list(weight.shape)}; expected [classes, {width}]"
+    if weight is not None and bias is not None and bias.shape != weight.shape[:1]:
+        yield f"its head has a bias of shape {list(bias.shape)}; expected {list(weight.shape[:1])}"
 
 
 IMAGE = Modality(
@@ -153,4 +162,5 @@ IMAGE = Modality(
     cache_bytes=CACHE_BYTES,
     pass_bytes=PASS_BYTES,
     has_pictures=True,
+    heads=frozenset({"classifier.weight", "classifier.bias"}),
 )

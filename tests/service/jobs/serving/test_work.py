@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from search_spaces.errors import InvalidStudy
+from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.study.engine import EngineOptions
 from service.cluster.session import RaySession
 from service.disk import job_dir
@@ -234,3 +234,13 @@ def test_submitted_requests_are_checked(site: Site, tmp_path: Path) -> None:
         with pytest.raises(InvalidStudy) as caught:
             accept(**wrong)
         assert caught.value.problems[0].field == field
+
+
+def test_studies_of_images_are_not_served(site: Site, tmp_path: Path) -> None:
+    """Models that complete no prompts are refused before an engine starts for them."""
+    image = {"name": "pets", "task": {"images": "pets", "head": "e"}, "metric": "acc"}
+    study = site.store.create_job(kind="search", name="pets", document={"objectives": [image]}, accepted={})
+    with pytest.raises(InvalidStudy) as caught:
+        SERVING.accept({"study": study.id}, RequestContext(store_url=site.store.url, data_dir=tmp_path))
+    message = "pets: its models are of the modality image, and complete no prompts"
+    assert caught.value.problems == (Problem("study", message),)

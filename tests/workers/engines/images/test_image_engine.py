@@ -177,6 +177,16 @@ def test_sixteen_bits_are_rounded_once(family: Family, merges: dict[str, Recipe]
     assert engine.check().canaries == 2
 
 
+@pytest.mark.parametrize("is_kept", [False, True])
+def test_ranks_are_kept_where_the_study_says_so(is_kept: bool, family: Family) -> None:
+    """With `rank_cache`, whose memory plans count, the ranks of magnitudes that DELLA uses are computed once."""
+    bank = ImageEngine(family, EngineOptions(rank_cache=is_kept)).bank
+    name = "vit.encoder.layer.0.output.dense.weight"
+    ranks = [bank.ranks([("left", name)], ("base", name))[0].data_ptr() for _ in range(2)]
+    assert (ranks[0] == ranks[1]) == is_kept
+    assert bank.summary()["statistics_bytes"] == (2 * 32 * 64 if is_kept else 0)
+
+
 def test_scales_of_layers_are_those_of_the_stream(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
     """Scales that are folded into weights equal factors on the residual stream, and on what the MLPs add."""
     plain = merges["expert:left"]
