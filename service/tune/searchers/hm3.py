@@ -52,6 +52,10 @@ FIRST_GAMMA = 0.99
 # The first version of the searcher with elites, and whose policies do not repeat paths.
 FIRST_WITH_ELITES = 3
 
+# The first version whose mutants add merged layers of the episode's own preference vector, and which discounts the
+# outcome for the last step, too.
+FIRST_WITH_OWN_VECTORS = 4
+
 # The largest number of allowed steps from which a policy with `action: auto` draws one.
 FEW_STEPS = 32
 
@@ -217,6 +221,7 @@ def training_of(
             learner=LearnerOptions(
                 clip=options.clip,
                 gamma=gamma,
+                discounts_end=version >= FIRST_WITH_OWN_VECTORS,
                 gae_lambda=options.gae_lambda,
                 value_coefficient=options.value_coefficient,
                 entropy_coefficient=options.entropy_coefficient,
@@ -286,13 +291,16 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     index of its preference vector (weights of the objectives); this index becomes a part of the configuration.
     `context` has the known results, and `training` trains the policies.
 
-    A share of the episodes propose a mutant of one of the best paths so far. A policy's path that was proposed before
-    is replaced by a mutant of it, if a new mutant is found. The best paths are chosen only among baselines and trials
-    that must have ended before this episode is built, so the result does not depend on the number of engines.
+    A share of the episodes propose a mutant of one of the best paths so far. A mutant keeps the vector of its path's
+    merged layers, if there are any; merged layers that it adds to another path have the episode's vector. A policy's
+    path that was proposed before is replaced by a mutant of it, if a new mutant is found. The best paths are chosen
+    only among baselines and trials that must have ended before this episode is built, so the result does not depend on
+    the number of engines.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
     known = KnownPaths(context.known_configurations())
+    added = vector if training.options.version >= FIRST_WITH_OWN_VECTORS else None
     if rng.random() < options.elite_share:
         num_needed = training.num_needed(played.number)
         scored, values = _scored(context, num_iterations=num_needed)
@@ -300,12 +308,12 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
             outcomes = outcomes_of(values, played.preference, options.scalarisation)
             elites = archive([o.configuration for o in scored], outcomes, size=options.archive)
             parent = elites[int(rng.integers(len(elites)))]
-            found = unseen_near(paths, parent, known, rng)
+            found = unseen_near(paths, parent, known, rng, preference=added)
             if found is not None:
                 return found
     configuration = paths.configuration(played.path, preference=vector, scales=played.scales)
     if configuration in known and options.avoids_repeats:
-        return unseen_near(paths, configuration, known, rng) or configuration
+        return unseen_near(paths, configuration, known, rng, preference=added) or configuration
     return configuration
 
 

@@ -50,6 +50,9 @@ class LearnerOptions:
 
     - `clip`: PPO's limit on the change of a ratio of densities
     - `gamma`: the discount factor
+    - `discounts_end`: whether the outcome is discounted for the last step of an episode, too, as in the targets of the
+      value network; it was not in versions 2 and 3 of the searcher, which therefore favoured an early end if `gamma` is
+      below 1
     - `gae_lambda`: the lambda of generalized advantage estimation
     - `value_coefficient`, `entropy_coefficient`: the factors of the value network's loss, and of the policy's entropy
     - `epochs`, `mini_batches`: the number of passes over an iteration's episodes, and of mini-batches in each pass
@@ -63,6 +66,7 @@ class LearnerOptions:
 
     clip: float = 0.1
     gamma: float = 1.0
+    discounts_end: bool = True
     gae_lambda: float = 0.95
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.002
@@ -267,8 +271,9 @@ class Learner(BaseLearner):
     states, which the policy network reads. Therefore the policy network is trained to draw the same actions from the
     new states.
 
-    The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
-    where gamma is the discount factor and n is the number of steps that are left.
+    For each state, the value network predicts the outcome times gamma^n, where gamma is the discount factor and n is
+    the number of steps that are left. The outcome belongs to the state after the last step, so the reward of the last
+    step is the outcome times gamma.
 
     The constructor has the arguments of the base class.
     """
@@ -413,7 +418,7 @@ class Learner(BaseLearner):
         advantages = torch.zeros(batch.steps.shape)
         for row, length in enumerate(batch.lengths):
             rewards = torch.zeros(length)
-            rewards[-1] = outcomes[row]
+            rewards[-1] = outcomes[row] * (options.gamma if options.discounts_end else 1.0)
             advantages[row, :length] = gae(
                 rewards, values[row, :length], gamma=options.gamma, lambda_=options.gae_lambda
             )

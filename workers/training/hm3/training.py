@@ -61,7 +61,7 @@ class PolicyTrainingOptions:
     draws_paths: bool = False
     is_conditioned: bool = False
     learns: bool = True
-    version: int = 3
+    version: int = 4
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
 
