@@ -200,6 +200,15 @@ class LayerPaths:
         """
         return int(configuration.get(PREFERENCE, 0))
 
+    def merged_preference(self, configuration: Configuration) -> int | None:
+        """The index of the preference vector of the merged layers in the path that a configuration describes.
+
+        The result is None if no layer is merged from the experts, or if the space has one preference vector.
+        """
+        if self.num_preferences == 1 or not self._is_merged(self.path(configuration)):
+            return None
+        return self.preference(configuration)
+
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
         """The scales of all layers except the last in the sequence of layers that a configuration describes.
 

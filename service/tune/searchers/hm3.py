@@ -52,8 +52,8 @@ FIRST_GAMMA = 0.99
 # The first version of the searcher with elites, and whose policies do not repeat paths.
 FIRST_WITH_ELITES = 3
 
-# The first version whose mutants add merged layers of the episode's own preference vector, and which discounts the
-# outcome for the last step, too.
+# The first version whose mutants add merged layers of the episode's own preference vector, whose conditioned policies
+# learn from a path for the vector of its merged layers, and which discounts the outcome for the last step, too.
 FIRST_WITH_OWN_VECTORS = 4
 
 # The largest number of allowed steps from which a policy with `action: auto` draws one.
@@ -102,7 +102,12 @@ class Hm3Searcher:
         }
         restarts = _has_stalled(context, training, iteration)
         found = training.learn(
-            iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths, scales=scales, restarts=restarts
+            iteration,
+            torch.tensor(outcomes, dtype=torch.float32),
+            paths=paths,
+            scales=scales,
+            vectors=_vectors_of(context.parameters, training, [configuration for configuration, _ in results]),
+            restarts=restarts,
         )
         if found is None:
             return UpdateResult(statistics=statistics), None
@@ -315,6 +320,22 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     if configuration in known and options.avoids_repeats:
         return unseen_near(paths, configuration, known, rng, preference=added) or configuration
     return configuration
+
+
+def _vectors_of(
+    parameters: Parameters, training: PolicyTraining, configurations: Sequence[Mapping[str, Any]]
+) -> list[int | None]:
+    """The preference vector for which a policy learns from each path, by its index; None is the vector of the episode.
+
+    A path is a sequence of layers, some of which may be merged from the experts by one preference vector (weights of
+    the objectives). A mutant of a good path keeps the vector of this path's merged layers. A policy that has the vector
+    as an input learns from such a path what it is worth for that vector. Policies of one vector, which do not know
+    other merged models, learn from it as from their own.
+    """
+    paths = paths_of(parameters)
+    if not training.options.is_conditioned or training.options.version < FIRST_WITH_OWN_VECTORS:
+        return [None] * len(configurations)
+    return [paths.merged_preference(configuration) for configuration in configurations]
 
 
 def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:

@@ -340,6 +340,8 @@ def test_mutants_keep_a_vector_and_add_the_given_one() -> None:
         mutants = [own.mutant(path, rng, preference=preference) for _ in range(100)]
         vectors = {m[PREFERENCE] for m in mutants if any(v == MERGED for v in m.values())}
         assert vectors == {expected}
+    assert own.merged_preference(own.configuration((0, 13, 2, 3), preference=1)) == 1
+    assert own.merged_preference(plain) is None
 
 
 def test_unmerged_path_ignores_preferences() -> None:

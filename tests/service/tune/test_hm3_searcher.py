@@ -6,6 +6,7 @@ A search that was killed continues as an undisturbed one.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.spaces.base import SearchSpace
 from search_spaces.study.search import PolicyOptions
@@ -231,6 +233,28 @@ def test_mutants_add_merged_layers_of_their_own_vector(tmp_path: Path) -> None:
     old, new = differing[0]
     assert (old["preference"], new["preference"]) == (0, 1)
     assert {**old, "preference": 1} == new
+
+
+def test_conditioned_policies_learn_paths_for_the_vector_of_their_merged_layers(tmp_path: Path) -> None:
+    """A mutant keeps the merged layers of its path, whose vector may be another one than that of the episode."""
+    vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
+    for version in (3, 4):
+        told = setting(preferences=vectors, options=with_policy(policy="conditioned", elite_share=1.0), version=version)
+        search = Search(tmp_path / str(version), told=told, merged={}, preferences=INTERIOR).run()
+        searcher = get_searcher("hm3")
+        assert isinstance(searcher, LearningSearcher)
+        artifacts = ArtifactStore(search.store, search.directory)
+        saved = PolicyCheckpoints(artifacts, search.study, searcher, told).load(search.store.steps(search.study))
+        memory = torch.load(io.BytesIO(saved[max(saved)]), weights_only=True)["memory"]
+        learned = memory["preferences"][:, 0].tolist()
+        paths, proposed = paths_of(search.space.parameters), proposed_in(search)
+        own = [number % 2 for number in range(len(proposed))]
+        merged = [paths.merged_preference(each) for each in proposed]
+        assert any(vector not in (None, turn) for vector, turn in zip(merged, own, strict=True))
+        if version == 4:
+            own = [turn if vector is None else vector for turn, vector in zip(own, merged, strict=True)]
+        # The warm-up, one iteration, is not learned from.
+        assert learned == [vectors[each][0] for each in own[POLICY.episodes :][: len(learned)]]
 
 
 def proposed_in(search: Search) -> list[Mapping[str, Any]]:
