@@ -52,8 +52,8 @@ FIRST_GAMMA = 0.99
 # The first version of the searcher with elites, and whose policies do not repeat paths.
 FIRST_WITH_ELITES = 3
 
-# The first version whose mutants add merged layers of the episode's own preference vector, whose conditioned policies
-# learn from a path for the vector of its merged layers, and which discounts the outcome for the last step, too.
+# The first version whose mutants add merged layers of the episode's own preference vector, and whose conditioned
+# policies learn from a path for the vector of its merged layers.
 FIRST_WITH_OWN_VECTORS = 4
 
 # The largest number of allowed steps from which a policy with `action: auto` draws one.
@@ -226,7 +226,6 @@ def training_of(
             learner=LearnerOptions(
                 clip=options.clip,
                 gamma=gamma,
-                discounts_end=version >= FIRST_WITH_OWN_VECTORS,
                 gae_lambda=options.gae_lambda,
                 value_coefficient=options.value_coefficient,
                 entropy_coefficient=options.entropy_coefficient,

@@ -50,9 +50,6 @@ class LearnerOptions:
 
     - `clip`: PPO's limit on the change of a ratio of densities
     - `gamma`: the discount factor
-    - `discounts_end`: whether the outcome is discounted for the last step of an episode, too, as in the targets of the
-      value network; it was not in versions 2 and 3 of the searcher, which therefore favoured an early end if `gamma` is
-      below 1
     - `gae_lambda`: the lambda of generalized advantage estimation
     - `value_coefficient`, `entropy_coefficient`: the factors of the value network's loss, and of the policy's entropy
     - `epochs`, `mini_batches`: the number of passes over an iteration's episodes, and of mini-batches in each pass
@@ -66,7 +63,6 @@ class LearnerOptions:
 
     clip: float = 0.1
     gamma: float = 1.0
-    discounts_end: bool = True
     gae_lambda: float = 0.95
     value_coefficient: float = 0.5
     entropy_coefficient: float = 0.002
@@ -275,7 +271,8 @@ class Learner(BaseLearner):
     the number of steps that are left. The outcome belongs to the state after the last step, so the reward of the last
     step is the outcome times gamma.
 
-    The constructor has the arguments of the base class.
+    The constructor has the arguments of the base class, and `discounts_end`. If it is False, the reward of the last
+    step is the outcome itself, as in versions 2 and 3 of the searcher, which favour an early end if gamma is below 1.
     """
 
     def __init__(
@@ -286,8 +283,10 @@ class Learner(BaseLearner):
         *,
         seed: int | str,
         descriptors: Tensor | None = None,
+        discounts_end: bool = True,
     ) -> None:
         super().__init__(paths, networks, options, seed=seed, descriptors=descriptors)
+        self._discounts_end = discounts_end
         self._legal = LegalSteps(paths)
         rate = options.learning_rate
         self._optimizers = {
@@ -418,7 +417,7 @@ class Learner(BaseLearner):
         advantages = torch.zeros(batch.steps.shape)
         for row, length in enumerate(batch.lengths):
             rewards = torch.zeros(length)
-            rewards[-1] = outcomes[row] * (options.gamma if options.discounts_end else 1.0)
+            rewards[-1] = outcomes[row] * (options.gamma if self._discounts_end else 1.0)
             advantages[row, :length] = gae(
                 rewards, values[row, :length], gamma=options.gamma, lambda_=options.gae_lambda
             )

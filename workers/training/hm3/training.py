@@ -31,6 +31,9 @@ __all__ = ["PolicyTraining", "PolicyTrainingOptions"]
 # Episodes that are played for a proposal, because a policy repeats paths.
 TRIES = 16
 
+# The first version of the searcher that discounts the outcome for the last step of a path, too.
+FIRST_WITH_DISCOUNTED_END = 4
+
 
 @dataclass(frozen=True)
 class PolicyTrainingOptions:
@@ -364,6 +367,7 @@ class PolicyTraining:
         if options.version == 1:
             return FirstLearner(self.paths, options.networks, options.learner, seed=self._seed + policy, **given)
         seed = self._stream(f"policy {policy}")
+        given |= {"discounts_end": options.version >= FIRST_WITH_DISCOUNTED_END}
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
