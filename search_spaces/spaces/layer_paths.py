@@ -202,6 +202,15 @@ class LayerPaths:
         """
         return int(configuration.get(PREFERENCE, 0))
 
+    def merged_preference(self, configuration: Configuration) -> int | None:
+        """The index of the preference vector of the merged layers in the path that a configuration describes.
+
+        The result is None if no layer is merged from the experts, or if the space has one preference vector.
+        """
+        if self.num_preferences == 1 or not self._is_merged(self.path(configuration)):
+            return None
+        return self.preference(configuration)
+
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
         """The scales of all layers except the last in the sequence of layers that a configuration describes.
 
@@ -248,8 +257,7 @@ class LayerPaths:
             if self.scale_range is not None and at + 1 < len(path):
                 found[_scale(at)] = scales[at] if scales else 1.0
         if self.num_preferences > 1:
-            is_merged = any(self.models[self.model_of(step)] == MERGED for step in path)
-            found[PREFERENCE] = preference if is_merged else 0
+            found[PREFERENCE] = preference if self._is_merged(path) else 0
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
@@ -279,13 +287,19 @@ class LayerPaths:
         preference = int(rng.integers(self.num_preferences)) if self.num_preferences > 1 else 0
         return self._configuration_of(layers, preference=preference)
 
-    def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
+    def mutant(
+        self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3, preference: int | None = None
+    ) -> dict[str, Any]:
         """A configuration whose path (sequence of layers) differs from the path of `configuration` by a few changes.
 
         The changes are random. The number of changes is from one to `most`; smaller numbers are likelier. A change
         takes a layer from another model, repeats a layer, or leaves a layer out. If layers have scales, one scale is
         also replaced by a random scale. `rng` gives the random numbers. The result may describe the same path as
         `configuration`, because one change may undo another.
+
+        Merged layers have the experts' weights of one preference vector. If the path of `configuration` has merged
+        layers, the result has the same vector. Otherwise merged layers that the changes add have the vector with the
+        index `preference`, by default 0.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)
@@ -295,7 +309,13 @@ class LayerPaths:
         if self.scale_range is not None:
             at = int(rng.integers(len(layers)))
             layers[at] = (*layers[at][:2], self._drawn_scale(rng))
-        return self._configuration_of(layers, preference=self.preference(configuration))
+        own = self.preference(configuration)
+        kept = own if preference is None or self._is_merged(path) else preference
+        return self._configuration_of(layers, preference=kept)
+
+    def _is_merged(self, path: Sequence[int]) -> bool:
+        """Whether a layer of the path is merged from the experts; `path` is a sequence of step numbers (layers)."""
+        return any(self.models[self.model_of(step)] == MERGED for step in path)
 
     def _drawn_scale(self, rng: np.random.Generator) -> float:
         return self.scale_of(rng.uniform(-1.0, 1.0)) if rng.random() < SCALED else 1.0

@@ -97,20 +97,21 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 class RowTemplates:
     """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
-    `templates` has the templates under the keys "prompt" and "answer". A null field is written as None, or refused if
-    `refuse_null` is true. Error messages begin with `where`, such as the file's name, and call the answer
-    `answer_name`. Raises InvalidTask for an invalid template.
+    `templates` has the templates under the keys "prompt" and "answer". If a template's expression has a value that is
+    null, a list or an object, the value is written as a Python expression or, if `only_text` is true, refused. Error
+    messages begin with `where`, such as the file's name, and call the answer `answer_name`. Raises InvalidTask for an
+    invalid template.
     """
 
     def __init__(
-        self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", refuse_null: bool = False
+        self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", only_text: bool = False
     ) -> None:
         self._templates = templates
         self._names = {"answer": answer_name}
         self._compiled = {}
         environment = _environment()
-        if refuse_null:
-            environment.finalize = _not_null
+        if only_text:
+            environment.finalize = _as_text
         for key, text in templates.items():
             try:
                 self._compiled[key] = environment.from_string(text)
@@ -133,10 +134,8 @@ class RowTemplates:
                     f"{where}: {self._of(key)}: {_undefined(text, fields)}; "
                     f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
                 ) from error
-            except _NullError as error:
-                raise InvalidTask(
-                    f"{where}: {self._of(key)}: a value is null; give text, or leave the line out"
-                ) from error
+            except _NoTextError as error:
+                raise InvalidTask(f"{where}: {self._of(key)}: a value is {error}") from error
             except MemoryError:
                 raise
             except Exception as error:  # a template is code; only the class is shown: the message may quote the file
@@ -150,13 +149,23 @@ class RowTemplates:
         return f"{self._names.get(key, key)} template {self._templates[key]!r}"
 
 
-class _NullError(ValueError):
-    """Raised when a template uses a field with the value null although it refuses nulls."""
+class _NoTextError(ValueError):
+    """Raised when a template writes a value that is not text, although it accepts only text.
+
+    The message says what the value is, and what may be given instead.
+    """
 
 
-def _not_null(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
+    """Refuse a value of a template that would be written as a Python expression: null, a list or an object.
+
+    Raises _NoTextError for such a value.
+    """
     if value is None:
-        raise _NullError
+        raise _NoTextError("null; give text, or leave the line out")
+    if isinstance(value, list | tuple | Mapping):
+        kind = "an object" if isinstance(value, Mapping) else "a list"
+        raise _NoTextError(f"{kind}; expected text: pick an item of it, or use a filter, such as join or tojson")
     return value
 
 

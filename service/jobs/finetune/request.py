@@ -29,7 +29,15 @@ from workers.models.remote import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
-__all__ = ["accept", "access_of", "artifact_bytes", "check_finetune_files", "check_server_paths", "examine_finetune"]
+__all__ = [
+    "accept",
+    "access_of",
+    "artifact_bytes",
+    "check_finetune_files",
+    "check_server_paths",
+    "examine_finetune",
+    "template_problems",
+]
 
 PATH_SUFFIXES = (".yaml", ".yml")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -104,8 +112,31 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
                 problems.append(Problem(pipeline.field_of(alias, field), str(error)))
     if pipeline.analysis is not None and not problems:
         problems += lack_of_losses(pipeline, access=access)
+    if not problems:
+        problems += template_problems(pipeline)
     if problems:
         raise InvalidStudy(tuple(problems))
+
+
+def template_problems(pipeline: Pipeline) -> tuple[Problem, ...]:
+    """Problem of a fine-tuning whose experts learn chats, and whose study does not say whether it writes them.
+
+    The evaluations of such experts format prompts with the chat template. The study that merges the experts formats no
+    prompts unless its option `engine.chat_template` says so; experts that are right with the template may then score 0.
+    The result is empty if `pipeline` has no study, if the study states the option, or if no data are conversations.
+    Raises InvalidTask if the first row of an expert's data cannot be read.
+    """
+    from workers.training.finetuning.data import writes_chats
+
+    engine = {} if pipeline.study is None else pipeline.study.get("engine") or {}
+    if pipeline.study is None or "chat_template" in engine:
+        return ()
+    chats = [alias for alias, spec in pipeline.experts.items() if spec.data.images is None and writes_chats(spec)]
+    message = (
+        f"is not stated, but the data of {', '.join(chats)} are conversations; write true to score merges with the "
+        "chat template, as the experts' evaluations do, or false"
+    )
+    return (Problem(f"{STUDY}.engine.chat_template", message),) if chats else ()
 
 
 def artifact_bytes(pipeline: Pipeline) -> int:

@@ -267,10 +267,12 @@ class Learner(BaseLearner):
     encoder's states, which the policy network reads. Therefore the policy network is trained to draw the same actions
     from the new states.
 
-    The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
-    where gamma is the discount factor and n is the number of steps that are left.
+    For each state, the value network predicts the outcome times gamma^n, where gamma is the discount factor and n is
+    the number of steps that are left. The outcome belongs to the state after the last step, so the reward of the last
+    step is the outcome times gamma.
 
-    The constructor has the arguments of the base class.
+    The constructor has the arguments of the base class, and `discounts_end`. If it is False, the reward of the last
+    step is the outcome itself, as in versions 2 and 3 of the searcher, which favour an early end if gamma is below 1.
     """
 
     def __init__(
@@ -281,8 +283,10 @@ class Learner(BaseLearner):
         *,
         seed: int | str,
         descriptors: Tensor | None = None,
+        discounts_end: bool = True,
     ) -> None:
         super().__init__(paths, networks, options, seed=seed, descriptors=descriptors)
+        self._discounts_end = discounts_end
         self._legal = LegalSteps(paths)
         rate = options.learning_rate
         self._optimizers = {
@@ -413,7 +417,7 @@ class Learner(BaseLearner):
         advantages = torch.zeros(batch.steps.shape)
         for row, length in enumerate(batch.lengths):
             rewards = torch.zeros(length)
-            rewards[-1] = outcomes[row]
+            rewards[-1] = outcomes[row] * (options.gamma if self._discounts_end else 1.0)
             advantages[row, :length] = gae(
                 rewards, values[row, :length], gamma=options.gamma, lambda_=options.gae_lambda
             )

@@ -31,6 +31,9 @@ __all__ = ["PolicyTraining", "PolicyTrainingOptions"]
 # Episodes that are played for a proposal, because a policy repeats paths.
 TRIES = 16
 
+# The first version of the searcher that discounts the outcome for the last step of a path, too.
+FIRST_WITH_DISCOUNTED_END = 4
+
 
 @dataclass(frozen=True)
 class PolicyTrainingOptions:
@@ -61,7 +64,7 @@ class PolicyTrainingOptions:
     draws_paths: bool = False
     is_conditioned: bool = False
     learns: bool = True
-    version: int = 3
+    version: int = 4
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
 
@@ -231,6 +234,7 @@ class PolicyTraining:
         *,
         paths: Sequence[Path] | None = None,
         scales: Sequence[tuple[float, ...]] = (),
+        vectors: Sequence[int | None] = (),
     ) -> dict[int, Episode]:
         numbers = self.numbers_in(iteration)
         is_warm_up = not self._start and not self.is_learned_from(iteration)
@@ -241,6 +245,8 @@ class PolicyTraining:
             if paths is not None:
                 given: Sequence[tuple[float, ...] | None] = scales or (None,) * len(paths)
                 roles = [replace(r, path=path, scales=s) for r, path, s in zip(roles, paths, given, strict=True)]
+                own = [None if each is None else self.preferences[each] for each in vectors or [None] * len(paths)]
+                roles = [replace(r, preference=each or r.preference) for r, each in zip(roles, own, strict=True)]
             return {each.number: each for each in self._built(learner, roles, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
@@ -272,6 +278,7 @@ class PolicyTraining:
         *,
         paths: Sequence[Path] | None = None,
         scales: Sequence[tuple[float, ...]] = (),
+        vectors: Sequence[int | None] = (),
         restarts: bool = False,
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save the policy's checkpoint.
@@ -280,8 +287,10 @@ class PolicyTraining:
         subtracted. `paths` are the layer paths (sequences of layers) that were scored, and `scales` are the scales of
         their layers, if layers have scales; if `paths` is None, the paths of the episodes were scored. A scored path
         can differ from its episode's path, for example if the searcher scored a mutant (a random change of the best
-        path) instead. The policy then learns from the scored path. Episodes that another process built are built again,
-        with the same result. With `restarts`, the policy network is reinitialised before the update.
+        path) instead. The policy then learns from the scored path, and for another preference vector (weights of the
+        objectives) if `vectors` has the vector's index in place of None; only a policy that has the vector as an input
+        can do this. Episodes that another process built are built again, with the same result. With `restarts`, the
+        policy network is reinitialised before the update.
 
         Returns None if the policy does not learn from this iteration, for example during the warm-up.
         """
@@ -292,7 +301,7 @@ class PolicyTraining:
         told = own if paths is None else [*zip(paths, scales or [()] * len(paths), strict=True)]
         if own != told:
             source = self.source_of(iteration, newest=iteration - 2)
-            given = self._play(iteration, source, paths=paths, scales=scales).values()
+            given = self._play(iteration, source, paths=paths, scales=scales, vectors=vectors).values()
             # From version 3 on, episodes with the path that the policy built keep their proto-actions.
             keeps = [self.options.version > 2 and each == other for each, other in zip(own, told, strict=True)]
             episodes = [old if k else new for k, old, new in zip(keeps, episodes, given, strict=True)]
@@ -357,6 +366,7 @@ class PolicyTraining:
         if options.version == 1:
             return FirstLearner(self.paths, options.networks, options.learner, seed=self._seed + policy, **given)
         seed = self._stream(f"policy {policy}")
+        given |= {"discounts_end": options.version >= FIRST_WITH_DISCOUNTED_END}
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:
