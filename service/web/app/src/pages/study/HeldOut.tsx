@@ -1,6 +1,5 @@
 import { Link } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
-import { isFinished } from '../../api/jobs'
 import type { Estimate, Objective, Study, Summary } from '../../api/types'
 import { EChart } from '../../charts/EChart'
 import { drawInterval } from '../../charts/intervals'
@@ -9,6 +8,7 @@ import { interval, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { ChooseObjective } from '../../parts/Choose'
 import { Difference, Interval } from '../../parts/Interval'
+import { noHoldout } from '../../parts/noHoldout'
 
 type Row = Summary['holdout'][number]
 const MEAN = 'mean'
@@ -32,13 +32,7 @@ export function HeldOut({ study, summary }: { study: Study; summary: Summary }) 
   return (
     <>
       {rows.length === 0 ? (
-        <Nothing>
-          {study.state === 'COMPLETE'
-            ? 'The study has no held-out data.'
-            : isFinished(study)
-              ? 'The study ended before a trial was scored on held-out data.'
-              : 'Trials are scored on held-out data when the search has ended.'}
-        </Nothing>
+        <Nothing>{noHoldout(study, summary)}</Nothing>
       ) : (
         <>
           <ChooseObjective names={names} value={name} onChange={setChosen} />

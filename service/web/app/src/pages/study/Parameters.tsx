@@ -1,7 +1,7 @@
 import { Button, Checkbox, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { useMemo, useState } from 'react'
+import { useEffect, useMemo, useState } from 'react'
 import { api } from '../../api/client'
 import { columns as columnsQuery, parameterNames, pareto } from '../../api/queries'
 import type { components } from '../../api/schema'
@@ -17,6 +17,9 @@ import { Slice } from './Slice'
 import { useStudy } from './StudyLayout'
 
 type Importances = components['schemas']['ImportancePlot']
+
+/** Numbers of the trials that the ranges of the axes keep; undefined as long as no range is narrowed. */
+export type Kept = ReadonlySet<number> | undefined
 
 // Parameters that are axes by default: the most important ones.
 const DEFAULT_PARAMETERS = 8
@@ -64,6 +67,7 @@ function OfObjective({ objectives, parameters }: { objectives: Objective[]; para
   const all = objectives.map(({ name }) => name)
   const objective = all.find((name) => name === search.objective) ?? all[0]!
   const important = useQuery(importance(study.id, objective))
+  const [kept, setKept] = useState<Kept>()
   return (
     <>
       <ChooseObjective
@@ -76,12 +80,13 @@ function OfObjective({ objectives, parameters }: { objectives: Objective[]; para
         parameters={parameters}
         important={important.data}
         isWaiting={important.isPending}
+        onKept={setKept}
       />
       <section aria-labelledby="importance">
         <h2 id="importance">Importance for {objective}</h2>
         <Answer of={important}>{(plot) => <Importance plot={plot} />}</Answer>
       </section>
-      <Slice objective={objective} parameters={ordered(parameters, important.data)} />
+      <Slice objective={objective} parameters={ordered(parameters, important.data)} kept={kept} />
     </>
   )
 }
@@ -98,8 +103,9 @@ function Coordinates(props: {
   parameters: string[]
   important: Importances | undefined
   isWaiting: boolean
+  onKept: (kept: Kept) => void
 }) {
-  const { objectives, important, isWaiting } = props
+  const { objectives, important, isWaiting, onKept } = props
   const { study } = useStudy()
   const { axes: asked } = parametersRoute.useSearch()
   const parameters = useMemo(() => ordered(props.parameters, important), [props.parameters, important])
@@ -119,7 +125,9 @@ function Coordinates(props: {
           The axes are the first parameters that differ between trials until their importance is computed.
         </p>
       )}
-      <Answer of={trials}>{(found) => <Filtered columns={found.columns} chosen={chosen} values={values} />}</Answer>
+      <Answer of={trials}>
+        {(found) => <Filtered columns={found.columns} chosen={chosen} values={values} onKept={onKept} />}
+      </Answer>
     </section>
   )
 }
@@ -135,13 +143,18 @@ function scored(columns: Columns): Columns {
   return Object.fromEntries(Object.entries(columns).map(([name, all]) => [name, rows.map((k) => all[k]!)]))
 }
 
-function Filtered({ columns, chosen, values }: { columns: Columns; chosen: string[]; values: string[] }) {
+function Filtered(props: { columns: Columns; chosen: string[]; values: string[]; onKept: (kept: Kept) => void }) {
+  const { columns, chosen, values, onKept } = props
   const { study } = useStudy()
   const [ranges, setRanges] = useState<Ranges>({})
   const rows = useMemo(() => scored(columns), [columns])
   const { axes, constant } = useMemo(() => axesOf(rows, chosen), [rows, chosen])
   const own = useMemo(() => axes.map((axis) => rangeOf(axis, ranges[axis.column])), [axes, ranges])
   const kept = useMemo(() => within(axes, own), [axes, own])
+  const isNarrowed = Object.keys(ranges).length > 0
+  useEffect(() => {
+    onKept(isNarrowed ? new Set(kept.map((k) => rows.number![k] as number)) : undefined)
+  }, [onKept, isNarrowed, kept, rows])
   const total = rows.number!.length
   if (total === 0) return <Nothing>No proposed trial has finished a rung yet.</Nothing>
   if (axes.length < 2) return <Nothing>Fewer than two of the chosen axes differ between trials.</Nothing>
@@ -164,7 +177,7 @@ function Filtered({ columns, chosen, values }: { columns: Columns; chosen: strin
         >
           {isExact ? 'These trials in the table' : 'Table of trials'}
         </Link>
-        {Object.keys(ranges).length > 0 && (
+        {isNarrowed && (
           <Button size="xs" variant="default" onClick={() => setRanges({})}>
             Reset the ranges
           </Button>
@@ -175,14 +188,14 @@ function Filtered({ columns, chosen, values }: { columns: Columns; chosen: strin
         comparable. An axis is logarithmic if its values span three decades and half of them are below a tenth of the
         largest; &ldquo;none&rdquo; are trials without the parameter.
       </p>
-      <Kept rows={rows} kept={kept} values={values} />
+      <KeptTrials rows={rows} kept={kept} values={values} />
     </>
   )
 }
 
 const short = (column: string) => column.replace(/^(parameter|value)\./, '')
 
-function Kept({ rows, kept, values }: { rows: Columns; kept: number[]; values: string[] }) {
+function KeptTrials({ rows, kept, values }: { rows: Columns; kept: number[]; values: string[] }) {
   const { study } = useStudy()
   if (kept.length === 0) return null
   return (
