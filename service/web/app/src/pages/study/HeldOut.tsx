@@ -59,18 +59,18 @@ type Shown = { row: Row; estimate: Estimate }[]
 
 function Forest({ name, shown, reference }: { name: string; shown: Shown; reference: number | null }) {
   const option = useCallback(
-    (p: Palette) => {
+    (p: Palette, isNarrow: boolean) => {
       const color = (row: Row) =>
         row.trial === reference ? p.accent : row.origin === 'source' || row.origin === 'published' ? p.warm : p.soft
       const rows = shown.toReversed() // the best is at the top
       return {
-        grid: { left: 160, right: 24, top: 8, bottom: 42 },
+        grid: { left: isNarrow ? 112 : 160, right: 24, top: 8, bottom: 42 },
         tooltip: { trigger: 'item', formatter: ({ value: at }: { value: number[] }) => interval(at[2]!, at[3]!) },
         xAxis: axis(p, `${name} on held-out data`),
         yAxis: {
           type: 'category',
           data: rows.map(({ row }) => labelOf(row)),
-          axisLabel: { color: p.soft, width: 145, overflow: 'truncate' },
+          axisLabel: { color: p.soft, width: isNarrow ? 100 : 145, overflow: 'truncate' },
           axisLine: { show: false },
           axisTick: { show: false },
         },
