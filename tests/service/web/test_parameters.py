@@ -85,21 +85,6 @@ def test_sliders_filter_the_trials(visitor: Visit, searched: JobRecord, http: ht
     expect(page.get_by_text(f"{both} trials", exact=True)).to_be_visible()
 
 
-def test_the_slice_follows_the_ranges(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:
-    """The chart of one parameter shows the trials that the ranges of the axes keep, and all after a reset."""
-    page = visitor.goto(f"/studies/{searched.id}/parameters?axes={AXES}&against=g1.ties.k")
-    number, left = total(http, searched), total(http, searched, "samples>=810")
-    assert 0 < left < number
-    image = page.get_by_role("figure", name="math against g1.ties.k").get_by_role("img")
-    expect(image).to_have_attribute("aria-label", re.compile(rf"\. {number} trials,"))
-    page.get_by_role("slider", name="samples, lowest").press("End")
-    expect(image).to_have_attribute("aria-label", re.compile(rf"\. {left} trials,"))
-    expect(page.get_by_text(f"Shown are {left} of {number} trials: those within the ranges above.")).to_be_visible()
-    page.get_by_role("button", name="Reset the ranges").click()
-    expect(image).to_have_attribute("aria-label", re.compile(rf"\. {number} trials,"))
-    expect(page.get_by_text("Shown are")).to_have_count(0)
-
-
 def test_axes_are_chosen_in_the_address(visitor: Visit, searched: JobRecord) -> None:
     """Axes are chosen from a list; categories have names, and a parameter that never changes is left out."""
     page = visitor.goto(f"/studies/{searched.id}/parameters?axes={AXES},parameter.{CONSTANT}")

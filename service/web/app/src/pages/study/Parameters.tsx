@@ -1,7 +1,7 @@
 import { Button, Checkbox, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { useEffect, useMemo, useState } from 'react'
+import { useMemo, useState } from 'react'
 import { api } from '../../api/client'
 import { columns as columnsQuery, parameterNames, pareto } from '../../api/queries'
 import type { components } from '../../api/schema'
@@ -17,9 +17,6 @@ import { Slice } from './Slice'
 import { useStudy } from './StudyLayout'
 
 type Importances = components['schemas']['ImportancePlot']
-
-/** Numbers of the trials that the ranges of the axes keep; undefined as long as no range is narrowed. */
-export type Kept = ReadonlySet<number> | undefined
 
 // Parameters that are axes by default: the most important ones.
 const DEFAULT_PARAMETERS = 8
@@ -67,7 +64,6 @@ function OfObjective({ objectives, parameters }: { objectives: Objective[]; para
   const all = objectives.map(({ name }) => name)
   const objective = all.find((name) => name === search.objective) ?? all[0]!
   const important = useQuery(importance(study.id, objective))
-  const [kept, setKept] = useState<Kept>()
   return (
     <>
       <ChooseObjective
@@ -80,13 +76,12 @@ function OfObjective({ objectives, parameters }: { objectives: Objective[]; para
         parameters={parameters}
         important={important.data}
         isWaiting={important.isPending}
-        onKept={setKept}
       />
       <section aria-labelledby="importance">
         <h2 id="importance">Importance for {objective}</h2>
         <Answer of={important}>{(plot) => <Importance plot={plot} />}</Answer>
       </section>
-      <Slice objective={objective} parameters={ordered(parameters, important.data)} kept={kept} />
+      <Slice objective={objective} parameters={ordered(parameters, important.data)} />
     </>
   )
 }
@@ -103,9 +98,8 @@ function Coordinates(props: {
   parameters: string[]
   important: Importances | undefined
   isWaiting: boolean
-  onKept: (kept: Kept) => void
 }) {
-  const { objectives, important, isWaiting, onKept } = props
+  const { objectives, important, isWaiting } = props
   const { study } = useStudy()
   const { axes: asked } = parametersRoute.useSearch()
   const parameters = useMemo(() => ordered(props.parameters, important), [props.parameters, important])
@@ -125,9 +119,7 @@ function Coordinates(props: {
           The axes are the first parameters that differ between trials until their importance is computed.
         </p>
       )}
-      <Answer of={trials}>
-        {(found) => <Filtered columns={found.columns} chosen={chosen} values={values} onKept={onKept} />}
-      </Answer>
+      <Answer of={trials}>{(found) => <Filtered columns={found.columns} chosen={chosen} values={values} />}</Answer>
     </section>
   )
 }
@@ -143,18 +135,13 @@ function scored(columns: Columns): Columns {
   return Object.fromEntries(Object.entries(columns).map(([name, all]) => [name, rows.map((k) => all[k]!)]))
 }
 
-function Filtered(props: { columns: Columns; chosen: string[]; values: string[]; onKept: (kept: Kept) => void }) {
-  const { columns, chosen, values, onKept } = props
+function Filtered({ columns, chosen, values }: { columns: Columns; chosen: string[]; values: string[] }) {
   const { study } = useStudy()
   const [ranges, setRanges] = useState<Ranges>({})
   const rows = useMemo(() => scored(columns), [columns])
   const { axes, constant } = useMemo(() => axesOf(rows, chosen), [rows, chosen])
   const own = useMemo(() => axes.map((axis) => rangeOf(axis, ranges[axis.column])), [axes, ranges])
   const kept = useMemo(() => within(axes, own), [axes, own])
-  const isNarrowed = Object.keys(ranges).length > 0
-  useEffect(() => {
-    onKept(isNarrowed ? new Set(kept.map((k) => rows.number![k] as number)) : undefined)
-  }, [onKept, isNarrowed, kept, rows])
   const total = rows.number!.length
   if (total === 0) return <Nothing>No proposed trial has finished a rung yet.</Nothing>
   if (axes.length < 2) return <Nothing>Fewer than two of the chosen axes differ between trials.</Nothing>
@@ -177,7 +164,7 @@ function Filtered(props: { columns: Columns; chosen: string[]; values: string[];
         >
           {isExact ? 'These trials in the table' : 'Table of trials'}
         </Link>
-        {isNarrowed && (
+        {Object.keys(ranges).length > 0 && (
           <Button size="xs" variant="default" onClick={() => setRanges({})}>
             Reset the ranges
           </Button>
@@ -188,14 +175,14 @@ function Filtered(props: { columns: Columns; chosen: string[]; values: string[];
         comparable. An axis is logarithmic if its values span three decades and half of them are below a tenth of the
         largest; &ldquo;none&rdquo; are trials without the parameter.
       </p>
-      <KeptTrials rows={rows} kept={kept} values={values} />
+      <Kept rows={rows} kept={kept} values={values} />
     </>
   )
 }
 
 const short = (column: string) => column.replace(/^(parameter|value)\./, '')
 
-function KeptTrials({ rows, kept, values }: { rows: Columns; kept: number[]; values: string[] }) {
+function Kept({ rows, kept, values }: { rows: Columns; kept: number[]; values: string[] }) {
   const { study } = useStudy()
   if (kept.length === 0) return null
   return (

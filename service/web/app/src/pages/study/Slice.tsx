@@ -11,11 +11,10 @@ import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { Choose } from '../../parts/Choose'
 import { parametersRoute } from '../../router'
-import type { Kept } from './Parameters'
 import { useStudy } from './StudyLayout'
 
-/** One parameter against one objective: of all proposed trials, or of those that the ranges of the axes keep. */
-export function Slice({ objective, parameters, kept }: { objective: string; parameters: string[]; kept: Kept }) {
+/** One parameter of all proposed trials against one objective. */
+export function Slice({ objective, parameters }: { objective: string; parameters: string[] }) {
   const { study } = useStudy()
   const search = parametersRoute.useSearch()
   const navigate = parametersRoute.useNavigate()
@@ -34,7 +33,7 @@ export function Slice({ objective, parameters, kept }: { objective: string; para
         />
       </div>
       <Answer of={trials}>
-        {({ columns }) => <Chart objective={objective} parameter={parameter} columns={columns} kept={kept} />}
+        {({ columns }) => <Chart objective={objective} parameter={parameter} columns={columns} />}
       </Answer>
     </section>
   )
@@ -57,14 +56,12 @@ function pointsOf(columns: Columns, objective: string, own: Axis): Point[] {
   })
 }
 
-function Chart(props: { objective: string; parameter: string; columns: Columns; kept: Kept }) {
-  const { objective, parameter, columns, kept } = props
+function Chart({ objective, parameter, columns }: { objective: string; parameter: string; columns: Columns }) {
   const { study } = useStudy()
   const navigate = useNavigate()
   const own = useMemo(() => axisOf(parameter, columns[`parameter.${parameter}`] ?? []), [columns, parameter])
-  const all = useMemo(() => (own ? pointsOf(columns, objective, own) : []), [columns, objective, own])
-  const points = useMemo(() => (kept ? all.filter(({ trial }) => kept.has(trial)) : all), [all, kept])
-  const most = all.reduce((top, point) => Math.max(top, point.samples), 0)
+  const points = useMemo(() => (own ? pointsOf(columns, objective, own) : []), [columns, objective, own])
+  const most = points.reduce((top, point) => Math.max(top, point.samples), 0)
   const say = useCallback(
     (point: Point, safe = (text: string) => text) =>
       `trial ${point.trial}: ${safe(objective)} ${value(point.value)} on ${count(point.samples)} samples, ${safe(parameter)} ${safe(own?.text(point.at) ?? '')}`,
@@ -108,9 +105,8 @@ function Chart(props: { objective: string; parameter: string; columns: Columns; 
       .map((point, index) => ({ series: 1, index, text: say(point), trial: point.trial, at: point.at }))
       .toSorted((a, b) => a.at - b.at)
   }, [points, most, say])
-  if (own === undefined || all.length === 0)
+  if (own === undefined || points.length === 0)
     return <Nothing>All trials have the same value of {parameter}, or none has finished a rung with it.</Nothing>
-  if (points.length === 0) return <Nothing>No trial within the ranges above has a value of {parameter}.</Nothing>
   return (
     <>
       <EChart
@@ -126,10 +122,7 @@ function Chart(props: { objective: string; parameter: string; columns: Columns; 
           rows: points.map((point) => [point.trial, own.text(point.at), value(point.value), count(point.samples)]),
         })}
       />
-      <p className="soft">
-        Darker points were scored on {count(most)} samples, pale ones on fewer.
-        {kept && ` Shown are ${count(points.length)} of ${count(all.length)} trials: those within the ranges above.`}
-      </p>
+      <p className="soft">Darker points were scored on {count(most)} samples, pale ones on fewer.</p>
     </>
   )
 }
