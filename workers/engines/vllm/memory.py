@@ -17,8 +17,10 @@ from workers.models.headers import DTYPE_BYTES
 from workers.types import Placement
 
 __all__ = [
+    "CONTEXT_BYTES",
     "FEW_TEXTS",
     "HOST_SHARE",
+    "MANY_TEXTS",
     "MAX_NUM_SEQS",
     "EngineMemory",
     "MemoryRequirements",
