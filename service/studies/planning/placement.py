@@ -157,13 +157,13 @@ def place_study(
         # vLLM reserves the engine's share of a GPU, and fills it with keys and values.
         held = needs.engine(1) if divided is None else int(divided.gpu_share * profile.gpu_bytes)
         texts = _texts(needs, held - replace(needs, kv_token=0).engine(1))
-        merging = needs.scratch if divided is None else min(needs.scratch, max(0, capacity - held - banked))
-        where_merged = "each GPU" if merging >= RESERVED * needs.scratch else "each GPU; larger ones on the CPU"
+        beside = needs.beside if divided is None else min(needs.beside, max(0, capacity - held - banked))
+        where_merged = "each GPU" if beside >= RESERVED * needs.scratch else "each GPU; larger ones on the CPU"
         weights = f"{_on(ranks, engines)}, a pool of layers" if max_layers else _on(ranks, engines)
         parts += [
             Part("engine weights", weights, gpu_bytes=needs.weights),
             Part("activations, graphs, one text", "each GPU", gpu_bytes=needs.engine(1) - needs.weights),
-            Part("merging one tensor", where_merged, gpu_bytes=merging),
+            Part("merging one tensor, or log-probabilities", where_merged, gpu_bytes=beside),
             Part(
                 "KV cache beyond one text",
                 f"each GPU, {texts} texts at once",
@@ -246,7 +246,7 @@ def _requirements(
     }
     if not max_layers:
         return memory_requirements(sources, **options), []
-    gpu = {"gpu_free": profile.gpu_bytes, "gpu_total": profile.gpu_bytes}
+    gpu: dict[str, Any] = {"gpu_free": profile.gpu_bytes, "gpu_total": profile.gpu_bytes}
     try:
         return path_requirements(sources, **options, **gpu, max_layers=max_layers, aligns=aligns)[0], []
     except EngineUnavailable as error:
@@ -273,6 +273,7 @@ def _divided(
         )
     except EngineUnavailable:
         usable = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
+        usable = min(usable, profile.gpu_bytes - CONTEXT_BYTES - needs.logprobs)
         lack = (
             f"an engine needs {gib(needs.engine(1))} of each GPU, {gib(needs.weights)} of them for weights; "
             f"{gib(usable)} of {profile.name}'s are usable"

@@ -128,7 +128,7 @@ def test_tight_gpus_serve_few_texts_and_merge_on_the_cpu(planned: Planned) -> No
     assert not placed.lacks
     assert placed.gpu_bytes <= placed.gpu_capacity
     assert 10 <= placed.texts <= 16
-    merging = next(part for part in placed.parts if part.name == "merging one tensor")
+    merging = next(part for part in placed.parts if part.name.startswith("merging one tensor"))
     assert merging.place == "each GPU; larger ones on the CPU"
 
 
@@ -153,7 +153,7 @@ def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
     assert planned(name).machine.advice == ()
     gradients, verification = planned(name, engine={"replicas": 8}).machine.advice
     said = r"{} .* hours on the CPU, because engines use every GPU: use engine\.replicas: 7"
-    assert re.fullmatch(said.format("gradients take"), gradients)
+    assert re.fullmatch(said.format("gradients take") + r", or search\.algorithm: smac", gradients)
     assert re.match(said.format("verification takes"), verification)
     (large,) = planned("70B, tensor parallel 8", nodes=2).machine.advice
     assert "because one GPU is too small for it: use fewer of engine.verify's trials and samples" in large

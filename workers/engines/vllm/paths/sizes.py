@@ -71,7 +71,7 @@ def path_requirements(
     aligned = alignment_bytes(config, max_layers, size) if aligns else 0
     outside = outside_bytes(sources, size) // ranks + aligned
     without = replace(needs, weights=outside)
-    usable = usable_gpu_bytes(gpu_free, gpu_total) - needs.scratch
+    usable = usable_gpu_bytes(gpu_free, gpu_total) - needs.beside
     layer = widest_layer_bytes(sources, size)
     beside_many, beside_few = (ranks * (usable - without.engine(texts)) for texts in (MANY_TEXTS, FEW_TEXTS))
     num_layers = pool_size(

@@ -61,7 +61,7 @@ def test_pool_leaves_memory_for_many_texts(tmp_path: Path) -> None:
     assert held == 3 + 40, "all layers of the source, and a longest merge"
     assert roomy.weights == outside_bytes(sources, 4) + held * layer
     assert roomy.kv_token == 2 * 40 * 32 * 4
-    without = roomy.engine(MANY_TEXTS) - held * layer + roomy.scratch
+    without = roomy.engine(MANY_TEXTS) - held * layer + roomy.beside
 
     def pool(num_layers: int, num_texts: int) -> int:
         texts = (MANY_TEXTS - num_texts) * 64 * roomy.kv_token
