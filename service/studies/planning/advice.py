@@ -56,7 +56,8 @@ def _advice(
     is_full = replicas * ranks >= profile.gpus * profile.nodes
     fewer = f"engine.replicas: {replicas - 1}" if replicas > 1 else "a machine with more GPUs"
     if (times := long.get("gradient step")) and gradients is not None and gradients.device == "cpu" and is_full:
-        yield f"gradients take {times} on the CPU, because engines use every GPU: use {fewer}, or search.algorithm: smac"
+        ways = f"{fewer}, or search.algorithm: smac"
+        yield f"gradients take {times} on the CPU, because engines use every GPU: use {ways}"
     if (times := long.get("verification")) and not placement.verifies_on_gpu:
         less = "fewer of engine.verify's trials and samples"
         if fits_gpu(placement.num_parameters, profile) and placement.engines * ranks >= profile.gpus:
