@@ -39,7 +39,8 @@ class StudyPlan:
             GPUs.
         cost: Bounds on `gpu_hours` times the price; None if no price is known.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
-        advice: Changes that would make the study much shorter on these machines; empty if none is known.
+        advice: Changes that would make the study much shorter on these machines; empty if none is known, or if the study
+            does not fit.
         chart: Values of the Helm chart for the study.
     """
 
@@ -149,7 +150,7 @@ def plan_of(
     cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)
     every = placement.lacks or lacks  # preflight's reasons are about the same memory, without the parts
     chart = chart_values(study, profile, placement, sources_bytes=facts.bank_bytes)
-    advice = advice_of(study, profile, placement, gradients, phases)
+    advice = () if every else advice_of(study, profile, placement, gradients, phases)
     return StudyPlan(profile, dtype, facts, placement, phases, hours, gpu_hours, cost, every, advice, chart)
 
 

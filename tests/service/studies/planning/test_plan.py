@@ -155,6 +155,7 @@ def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
     said = r"{} .* hours on the CPU, because engines use every GPU: use engine\.replicas: 7"
     assert re.fullmatch(said.format("gradients take") + r", or search\.algorithm: smac", gradients)
     assert re.match(said.format("verification takes"), verification)
+    assert planned("70B on one GPU").machine.advice == (), "what does not fit comes first"
     (large,) = planned("70B, tensor parallel 8", nodes=2).machine.advice
     assert "because one GPU is too small for it: use fewer of engine.verify's trials and samples" in large
 
