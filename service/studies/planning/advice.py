@@ -60,7 +60,9 @@ def _advice(
         yield f"gradients take {times} on the CPU, because engines use every GPU: use {ways}"
     if (times := long.get("verification")) and not placement.verifies_on_gpu:
         less = "fewer of engine.verify's trials and samples"
-        if fits_gpu(placement.num_parameters, profile) and placement.engines * ranks >= profile.gpus:
-            yield f"verification takes {times} on the CPU, because engines use every GPU: use {fewer}, or {less}"
-        else:
+        if not fits_gpu(placement.num_parameters, profile):
             yield f"verification takes {times} on the CPU, because one GPU is too small for it: use {less}"
+        elif placement.engines * ranks >= profile.gpus:
+            yield f"verification takes {times} on the CPU, because engines use every GPU: use {fewer}, or {less}"
+        else:  # of merges with alignments
+            yield f"verification takes {times} on the CPU: use {less}"

@@ -204,6 +204,7 @@ def place_study(
     # After the search, when GPUs and memory of gradients are free again.
     on_gpu = BYTES_PER_PARAMETER * sources.num_parameters
     is_free = engines * ranks < profile.gpus and fits_gpu(sources.num_parameters, profile)
+    is_free = is_free and not aligns  # merges with alignments are verified by the engine's process, on the CPU
     if verifies:
         held = memory.gradient_bytes if gradients is not None else 0
         place = "a GPU without an engine, after the search" if is_free else "host CPU, after the search"

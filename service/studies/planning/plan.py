@@ -39,8 +39,8 @@ class StudyPlan:
             GPUs.
         cost: Bounds on `gpu_hours` times the price; None if no price is known.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
-        advice: Changes that would make the study much shorter on these machines; empty if none is known, or if the study
-            does not fit.
+        advice: Changes that would make the study much shorter on these machines; empty if none is known, and if the
+            study does not fit.
         chart: Values of the Helm chart for the study.
     """
 
@@ -93,7 +93,7 @@ def plan_of(
         gradient_gpu_bytes=(
             gradient_gpu_bytes(study, sources, gradients, max_layers=max_layers) if gradients is not None else 0
         ),
-        max_layers=max_layers,
+        max_layers=max_layers if sources.modality.runs_on_vllm else 0,
         aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
     )
     threads = study.engine.tensor_parallel_size if profile.gpus else _threads(profile, study.engine.replicas)
@@ -108,7 +108,7 @@ def plan_of(
         texts=placement.texts,
         divides_merges=_divides_merges(study, sources),
     )
-    if profile.gpus and max_layers:
+    if profile.gpus and max_layers and sources.modality.runs_on_vllm:
         speeds = replace(speeds, device=replace(speeds.device, calibration=PATHS_ON_GPU))
     deepest = replace(speeds, facts=facts.deepened(max_layers) if max_layers else facts)
     host = engine_speeds(
