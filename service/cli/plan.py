@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 
 from service.cli.terminal import print_json
 from service.studies.planning.named import profile_named
-from service.studies.planning.placement import ON_OWN_GPUS
 
 if TYPE_CHECKING:
     from service.schemas.plan import BoundsDocument, PlanDocument
@@ -67,6 +66,8 @@ def plan_text(document: PlanDocument) -> str:
 
 
 def _memory(document: PlanDocument) -> list[tuple[str, ...]]:
+    from service.studies.planning.placement import ON_OWN_GPUS
+
     placed = document["placement"]
     rows = [
         (part["name"], part["place"], _gib(part["gpu_bytes"]), _gib(part["host_bytes"])) for part in placed["parts"]
