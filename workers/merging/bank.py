@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -679,10 +680,23 @@ def _shared(
             part(memory, info, start).copy_(checkpoint.read_stored(info))
 
     memory = shared.fill(end, write)
-    cuda: Any = torch.cuda
-    if is_pinned and (error := int(cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, end), 0))):
-        log.warning("the shared sources are not pinned (CUDA error %d): copies to the GPU take longer", error)
+    if is_pinned:
+        _pin(memory)
     return {info: part(memory, info, start) for (info, _), start in zip(infos, starts, strict=True)}
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin host memory (uint8) that was not allocated by PyTorch; if CUDA refuses, it stays as it is, with a warning.
+
+    CUDA keeps the error of a refused call, and PyTorch would raise the error after the next kernel, which was computed
+    correctly. Therefore a kernel is computed here, after which PyTorch raises the error and CUDA forgets it.
+    """
+    cuda: Any = torch.cuda
+    error = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, memory.numel()), 0))
+    if error:
+        log.warning("the shared sources are not pinned (CUDA error %d): copies to the GPU take longer", error)
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 class _HostMemory:

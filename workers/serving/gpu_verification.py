@@ -12,7 +12,7 @@ from typing import Any
 
 from workers.types import VerificationReport
 
-__all__ = ["verify_on_free_gpu"]
+__all__ = ["BYTES_PER_PARAMETER", "verify_on_free_gpu"]
 
 log = logging.getLogger(__name__)
 

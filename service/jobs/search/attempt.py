@@ -205,22 +205,24 @@ def execute(
             num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
         )
         inputs = preflight.gradient_inputs()
+        proposer = RayProposer(
+            algorithm=algorithm,
+            parameters=preflight.space.parameters,
+            seed=preflight.study.search.seed,
+            setting=setting,
+            steps=store.steps(study_id),
+            gradient_inputs=inputs,
+            completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
+            checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
+        )
+        gradients = None if inputs is None or plan.refinement is None else RayGradients(inputs)
         coordinator = Coordinator(
             plan,
             space=preflight.space,
             store=store,
             writer=writer,
-            proposer=RayProposer(
-                algorithm=algorithm,
-                parameters=preflight.space.parameters,
-                seed=preflight.study.search.seed,
-                setting=setting,
-                steps=store.steps(study_id),
-                gradient_inputs=inputs,
-                completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
-                checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
-            ),
-            gradients=None if inputs is None or plan.refinement is None else RayGradients(inputs),
+            proposer=proposer,
+            gradients=gradients,
             observer=observer,
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
         )
@@ -252,6 +254,10 @@ def execute(
             if best_trial(coordinator.trials, preflight.tasks.objectives) is None:
                 raise StudyFailed(_no_result(coordinator.trials, heartbeat.stop_reason))
             heartbeat.min_patience_s = VERIFYING_PATIENCE_S
+            # Verification takes a GPU if one is free, and much memory. The search is over, and needs no more gradients.
+            for holder in (proposer, gradients):
+                if holder is not None:
+                    holder.release()
             _check_engines(store, writer, scorer)
             _keep_prompts(store, writer, plan, scorer, note=view.note)
             not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)

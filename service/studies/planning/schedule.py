@@ -99,6 +99,7 @@ def phases_of(
     gradient_speeds: Speeds | None,
     host_speeds: Speeds,
     steps: tuple[int, int],
+    verification_speeds: Speeds | None = None,
 ) -> tuple[Phase, ...]:
     """The phases of a study, with their seconds, in the order of running.
 
@@ -110,6 +111,7 @@ def phases_of(
         gradient_speeds: Speeds of the device that computes gradients; None if no gradients are computed.
         host_speeds: Speeds of the host's CPU.
         steps: Number of gradient steps, and number of samples of each step.
+        verification_speeds: Speeds of the device that computes verifications; None for the host's CPU.
     """
     replicas = preflight.study.engine.replicas
     phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
@@ -147,7 +149,7 @@ def phases_of(
     if verify is not False and lengths.objectives:
         share = {name: float(verify.samples) for name in lengths.objectives}
         least, most = _work(share, lengths.objectives)
-        bounds = Bounds(host_speeds.verification_s(least), host_speeds.verification_s(most))
+        bounds = Bounds(*(host_speeds.verification_s(work, on=verification_speeds) for work in (least, most)))
         phases.append(Phase("verification", verify.trials, bounds, 1))
     return tuple(phases)
 

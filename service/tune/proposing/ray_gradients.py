@@ -144,6 +144,15 @@ class RayGradients:
         self._num_deaths = 0
         return result
 
+    def release(self) -> None:
+        """End the gradient actor, so that its GPU and memory are free for other work, such as verification.
+
+        A later request starts another actor. The method does nothing if no actor runs.
+        """
+        if self.actor is not None:
+            ray.kill(self.actor)
+            self.actor = self._start_call = None
+
     def _start(self) -> None:
         """Start the gradient actor, and send it the completions and coefficients that were set for an earlier actor.
 

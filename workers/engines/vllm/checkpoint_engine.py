@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.study.engine import EngineOptions
-from workers.engines.vllm.engine import MAX_NUM_BATCHED_TOKENS, Engine
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
-from workers.engines.vllm.memory import MAX_NUM_SEQS, kv_cache_bytes
+from workers.engines.vllm.memory import MAX_NUM_SEQS, batched_tokens, kv_cache_bytes
 from workers.errors import EngineUnavailable
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG
@@ -73,7 +73,7 @@ class CheckpointEngine(Engine):
             dtype=self.dtype,
             max_model_len=self.max_length,
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+            max_num_batched_tokens=batched_tokens(self.max_length, is_cpu=is_cpu),
             tensor_parallel_size=options.tensor_parallel_size,
             distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
             generation_config="vllm",

@@ -29,7 +29,7 @@ from workers.engines.logits import in_words
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
-from workers.engines.vllm.memory import MAX_NUM_SEQS
+from workers.engines.vllm.memory import MAX_NUM_SEQS, batched_tokens
 from workers.engines.vllm.paths.contents import PathContents
 from workers.engines.vllm.readings import Read, Reading, ReadingPlan, Scored, neighbours
 from workers.engines.vllm.startup.contents import WeightContents
@@ -50,8 +50,6 @@ from workers.types import CanaryReport, Family
 __all__ = ["Engine", "SwapReport"]
 
 log = logging.getLogger(__name__)
-
-MAX_NUM_BATCHED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -180,7 +178,7 @@ class Engine:
                 dtype=self.dtype,
                 max_model_len=self.max_length,
                 max_num_seqs=MAX_NUM_SEQS,
-                max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+                max_num_batched_tokens=batched_tokens(self.max_length, is_cpu=self._contents.is_cpu),
                 tensor_parallel_size=self.options.tensor_parallel_size,
                 # By default vLLM may choose Ray inside Ray, and wait for GPUs that this process already holds.
                 distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
