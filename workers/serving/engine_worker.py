@@ -233,10 +233,10 @@ class EngineWorker:
     def _compared(
         self, samples: tuple[SampleResult, ...], spans: tuple[Span, ...], texts: Sequence[tuple[int, ...]]
     ) -> dict[str, Any]:
-        """Keyword arguments of the function `verification.verify` that have the engine's results for `samples`.
+        """Keyword arguments of the function `verification.verify` that state the engine's results.
 
-        The arguments contain the samples and log-probabilities. The engine computes the log-probabilities of the tokens
-        of `texts` with the merge that the engine holds.
+        They contain `samples`, `spans` (the ranges of samples to compare), the engine's dtype, and the
+        log-probabilities of the tokens of `texts`, which the engine computes with the merge that it holds.
         """
         return {
             "samples": samples,

@@ -100,7 +100,7 @@ class ServeScorer:
     def check(self) -> tuple[CanaryReport, ...]:
         """Let each running replica compare its engine with transformers, and return the reports.
 
-        This starts no replica.
+        The call starts no replica.
         """
         if not self._known_replicas()["RUNNING"]:
             return ()
@@ -227,8 +227,8 @@ class ServeScorer:
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
     """Raise EngineCrashed if `error` means that a replica died while it scored the samples of `request`.
 
-    In all other cases the function returns: the request only waited at the replica that died, the replica died because
-    its node was preempted, or the error has another meaning.
+    The function returns if the error means something else, if the request was still waiting when the replica died, or
+    if the replica died because its node was preempted.
     """
     from ray.exceptions import OutOfMemoryError, RayActorError
 

@@ -55,9 +55,10 @@ def is_json() -> bool:
 
 
 def log_to_stderr() -> None:
-    """Write the logs of this process, from INFO on, to standard error, in the format that the environment names.
+    """Write the logs of this process, from level INFO on, to standard error, as text or as JSON lines.
 
-    In JSON, exceptions that end the process or a thread, and warnings, are also log lines.
+    An environment variable selects the format (function `is_json`). With JSON lines, warnings, and exceptions that end
+    the process or a thread, are written as log lines too.
     """
     logging.basicConfig(level=logging.INFO, handlers=[_handler()])
     if is_json():

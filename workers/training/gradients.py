@@ -333,8 +333,8 @@ class CoefficientGradients:
     def _fitting_tokens(self, *, recomputes: bool) -> int | None:
         """Largest number of tokens of a pass whose activations fit into every GPU of the model; None without GPUs.
 
-        Room for the sources of the largest tensor is kept free, because they are copied to the GPU when the tensor's
-        gradient is reduced.
+        With `recomputes`, activations within layers are recomputed in the backward pass, and need less memory. Some
+        memory is kept free for a gradient of the largest tensor and for this tensor's values in all sources.
         """
         found = []
         config, operands = self.model.module.config.to_dict(), reduction_bytes(self.bank.sources)
@@ -350,7 +350,7 @@ class CoefficientGradients:
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge of `recipe` into the model.
 
-        A tensor that the last merge computed in the same way is not written again.
+        Only tensors that differ from the merge in the model are computed and written.
         """
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
@@ -515,10 +515,10 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """Derivative of the loss with respect to each layer's scale, keyed by the layer's index.
 
-    `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. The scale is folded
-    into the weights: a scale s divides the last weight of each branch (attention or MLP) in all later layers. The
-    derivative is therefore -1 / s times a sum over these weights: the sum of the inner products of gradient and weight.
-    The inner products were added up by `reducers`, one for each merged tensor.
+    `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. Instead of scaling the
+    stream by s, the merge divides the output matrix of each branch (attention or MLP) in all later layers by s. The
+    derivative is therefore -1 / s times the sum of the inner products of these matrices with their gradients. The inner
+    products were added up by `reducers`, one for each merged tensor.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:
@@ -531,7 +531,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 def _deterministic() -> Iterator[None]:
     """Context manager that makes torch use deterministic algorithms.
 
-    An operation that has no deterministic algorithm is computed by another algorithm, and torch warns about it.
+    For an operation without a deterministic algorithm, torch warns and uses a nondeterministic one.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

@@ -277,11 +277,11 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parameters, or parts of parameters, with the same values as `tensor`.
+    """Find the parameters, or parts of parameters, that have the values of `tensor`, a stored tensor.
 
-    A part consists of rows of one expert of a mixture of experts. Parameters are compared by value where names do not
-    help: transformers may give a parameter another name than the stored tensor has, or join the matrices of all experts
-    of a mixture in one parameter.
+    transformers may name a parameter otherwise than the stored tensor, or join the matrices of all experts of a mixture
+    of experts in one parameter. Such parameters are found by comparing values. A part consists of rows of one expert's
+    matrix.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

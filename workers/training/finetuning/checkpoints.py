@@ -178,11 +178,11 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 
 
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors that an optimizer's state can be loaded into from a checkpoint.
+    """Make tensors of zeros, into which an optimizer's state can be loaded from a checkpoint.
 
-    `stored` has the tensors of the checkpoint, keyed by name, of which only shapes and dtypes are used. The keys of the
-    result are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded
-    as the parameter is.
+    `stored` has the tensors of the checkpoint, keyed by name; only their shapes and dtypes are used. The result has the
+    same keys. `trained` are the trained parameters. Each stored tensor belongs to one of them; if it has the
+    parameter's shape, it is sharded like the parameter.
     """
     parameters = list(trained.values())
     found = {}

@@ -42,7 +42,7 @@ class Batch:
     """Batch of training rows: token ids, positions and labels, each as a tensor [rows, length].
 
     `tokens` are the token ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or
-    IGNORED for tokens whose losses the training loss does not include.
+    IGNORED where the next token's loss does not count.
     """
 
     tokens: torch.Tensor
@@ -191,10 +191,10 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
     """Join a row's prompt and completion to one conversation, if both are lists of messages (TRL's format).
 
-    `fields` maps the row's keys to their values. If neither value is a list or an object, the row is plain text, and
-    the result is None. In all other cases InvalidTask is raised, because a list or an object would be written into the
-    text as a Python expression. A value for which `data` has its own template is not checked, because the template may
-    select any part of the value. `origin` names the row in messages.
+    `fields` maps the row's keys to their values. Returns None for plain text, if neither value is a list or an object.
+    Other values are errors, because they would be written into the text as Python expressions: then InvalidTask is
+    raised, and `origin` names the row. If `data` has a template for the prompt or the completion, that value is not
+    checked, because the template may select any part of it.
     """
     defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
     given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}

@@ -95,7 +95,7 @@ class HistoryReader:
 class History:
     """Writer of a training's history: a file with one JSON line for each update and evaluation.
 
-    Only the rank with `is_writer` True writes the file. Every rank calls the function `report` with each line.
+    Only the rank with `is_writer` True writes the file. On every rank, each line is also passed to `report`.
     """
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:

@@ -77,8 +77,8 @@ class ClassLoss(torch.nn.Module):
 class ImageExamples:
     """Training images with their right classes; implements the interface `modality.Examples`.
 
-    `images` are the training data. `order` has, for each class, the index of its output of the classification head.
-    `processor` converts images to the model's input.
+    `images` are the training data. `order` has, for each class, the index of its logit in the output of the
+    classification head. `processor` converts images to the model's input.
     """
 
     unit = "images"
@@ -124,7 +124,8 @@ class ImageEvaluator:
     - `head`: the classification head of the model
     - `processor`: converts images to the model's input
     - `model`: the model in training
-    - `called`: the callable that computes the outputs: `model` itself, its linearization, or an adapter for shards
+    - `called`: the callable that computes the outputs: `model` itself, its linearization, or, if it has shards, a
+      wrapper that computes on all ranks
     - `access`: limits the files that tasks may use; None means no limit
 
     Raises InvalidTask if a task cannot be used, or is scored with the head of another model.

@@ -51,7 +51,7 @@ class TrainedModel:
     def called(self) -> Any:
         """The model to call for scoring and checks, with the interface of a transformers model.
 
-        The result is the field `module` or, if parameters are sharded, an adapter that computes on all ranks together.
+        The result is the field `module` or, if parameters are sharded, a wrapper that computes on all ranks together.
         """
         return ShardedModel(self.loss) if self.is_sharded else self.module
 
@@ -168,7 +168,7 @@ def check_packing(model: Any, called: Any = None) -> None:
     The positions in a row, which restart with each document, keep attention within one document. But layers with a
     state (recurrent or convolutional layers) may carry the state into the next document. The check compares two rows
     whose first documents differ and whose second documents are equal. `model` is a transformers model; if it has
-    shards, `called` is the adapter that is called in its place. Raises InvalidModel if the logits of the second
+    shards, `called` is the wrapper that calls it on all ranks together. Raises InvalidModel if the logits of the second
     documents differ by more than rounding.
     """
     vocabulary = model.get_input_embeddings().num_embeddings

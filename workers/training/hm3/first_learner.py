@@ -36,8 +36,7 @@ __all__ = ["FirstLearner"]
 class FirstLearner(BaseLearner):
     """The PPO learner of version 1 of the searcher `hm3`, in which all networks have one common optimizer.
 
-    Its arguments are those of the base class: the models and limits of layer paths, statistics of the layers' weights,
-    options, and a seed.
+    Its arguments are those of the base class.
     """
 
     def __init__(

@@ -48,7 +48,7 @@ class LearnerOptions:
     `clip` and `gae_lambda` have the values that HM3's authors state. The values of all other options were chosen for
     this project.
 
-    - `clip`: PPO's limit on the change of a ratio of densities
+    - `clip`: PPO's clip range (epsilon) for the ratio of the new policy's density to the old policy's density
     - `gamma`: the discount factor
     - `gae_lambda`: the lambda of generalized advantage estimation
     - `value_coefficient`, `entropy_coefficient`: the factors of the value network's loss, and of the policy's entropy
@@ -226,10 +226,7 @@ class BaseLearner(ABC):
 
     @abstractmethod
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a subclass, such as its optimizers, from the saved state of a learner.
-
-        `state` is the saved state, a mapping.
-        """
+        """Restore what a subclass saves, such as its optimizers, from `state`, the saved state of a learner."""
 
     # -- for all versions ------------------------------------------------------------------------------------------
 
@@ -320,11 +317,10 @@ class Learner(BaseLearner):
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
         """Train the policy network on `batch`, the episodes of one iteration.
 
-        In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
-        of episodes between two updates. `advantages_BT` are the advantages of the episodes' steps. `order` is the
-        random number generator that draws mini-batches. Returns the policy's losses and entropies, with one number for
-        each step of the optimizer; the KL divergence between the policies before and after the training; and the share
-        of steps whose probability ratio is outside PPO's clip after the training.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model), step by step.
+        `advantages_BT` are the advantages of the steps. `order` is the random number generator that draws mini-batches.
+        Returns the loss and the entropy in each mini-batch; the KL divergence between the policies before and after the
+        training; and the share of the episodes' steps whose probability ratio is outside PPO's clip after the training.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos

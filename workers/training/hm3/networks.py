@@ -123,13 +123,12 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """Mean of the actions that the policy draws in each of several states: [..., D].
+        """Mean of the proto-actions that the policy draws in each of several states: [..., D].
 
-        An action (proto-action) is a point in the space of the steps' embeddings; the next step (layer) of a layer path
-        is chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of
-        the path so far, as a position in the range of scales. In equation 16 of the HM3 paper, a separate network
-        computes the scale; here the scale is an output of the policy network. `states` [..., H] are states of the
-        encoder, with H numbers each. `preference_K` has the weight of each objective.
+        A proto-action is a point in the space of the steps' embeddings; the next step of a layer path is chosen near
+        this point. If layers have scales, a proto-action has one more number, from which the scale of the path's newest
+        layer follows. (In equation 16 of the HM3 paper, a separate network computes the scale.) `states` [..., H] are
+        outputs of the encoder, and `preference_K` has the weight of each objective.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

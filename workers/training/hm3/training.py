@@ -42,15 +42,14 @@ class PolicyTrainingOptions:
     - `k`: the number of candidates for each step of a layer path
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whether random choices are made for whole paths. Then all paths of the warm-up are drawn at
-      random from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations.
-      In all other paths, single steps are drawn at random with the probability `exploration`.
+    - `draws_paths`: whether random choices are made for whole paths. Then all paths of the warm-up are drawn at random
+      from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations. In all
+      other paths, single steps are drawn at random with the probability `exploration`.
     - `is_conditioned`: whether a single policy has the preference vector (weights of the objectives) as an input;
       otherwise there is a policy for each vector
-    - `learns`: whether policies learn; otherwise the policies with which the search began build all episodes, for each
-      preference vector in turn
-    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by the
-      class `FirstLearner`, and policies of different searches may have the same random numbers.
+    - `learns`: whether policies learn; if not, the initial policies build all episodes
+    - `version`: the version of the searcher `hm3` with which the search was begun. In version 1, policies learn by the
+      class `FirstLearner`, and searches with different seeds may share random numbers.
     """
 
     episodes: int = 16
@@ -276,12 +275,12 @@ class PolicyTraining:
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save the policy's checkpoint.
 
-        `outcomes_BK` [episodes, objectives] are the outcomes, from which the price of the paths' lengths is already
-        subtracted. `paths` are the layer paths (sequences of layers) that were scored, and `scales` are the scales of
-        their layers, if layers have scales; if `paths` is None, the paths of the episodes were scored. A scored path
-        can differ from its episode's path, for example if the searcher scored a mutant (a random change of the best
-        path) instead. The policy then learns from the scored path. Episodes that another process built are built again,
-        with the same result. With `restarts`, the policy network is reinitialised before the update.
+        `outcomes_BK` [episodes, objectives] are the outcomes, from which a price for the length of the path is already
+        subtracted. `paths` has the layer path (sequence of layers) that was scored for each episode; None means the
+        path that the episode built. A searcher may score another path, for example a mutant (a random change of the
+        best path); the policy then learns from the scored path. `scales` has the scales of each path's layers, if
+        layers have scales. With `restarts`, the policy network is reinitialised before the update. Episodes that
+        another process built are built again, with the same result.
 
         Returns None if the policy does not learn from this iteration, for example during the warm-up.
         """
@@ -310,8 +309,8 @@ class PolicyTraining:
         """Build up to `count` distinct layer paths with a saved policy for a preference vector, without learning.
 
         A layer path is the sequence of layers of a new model. `content` is the policy's checkpoint. `preference` has
-        the weights of the objectives. The first path is the one that the policy prefers. In the other paths, each step
-        is drawn at random with the lowest probability of random steps in a search (option `exploration`).
+        the weights of the objectives. The first path is the one that the policy prefers. In the other paths, some steps
+        are drawn at random: each with the probability `exploration` of the options.
         """
         learner = self._new(0)
         learner.restore(content)
