@@ -144,10 +144,10 @@ class CoefficientGradients:
 
         The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
         respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
-        `by_scales` there is also a derivative with respect to the scale of every layer. The scale s_i of layer i, a
-        factor on the residual stream, is folded into the last weights of the branches of later layers (module
-        `workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect to
-        s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
+        `by_scales` there is also a derivative with respect to the scale of every layer. Instead of multiplying the
+        residual stream after layer i by its scale s_i, the merge divides the output weights of each branch (attention
+        or MLP) in all later layers by s_i (module `workers.merging.residual_scales`). The derivative with respect to
+        s_i is therefore -1 / s_i times the sum of the inner products of these weights with their gradients.
 
         The objectives named in `completions` are measured on the completions given to the method `set_completions`; all
         other objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or
@@ -516,8 +516,8 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """Derivative of the loss with respect to each layer's scale, keyed by the layer's index.
 
     `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. Instead of scaling the
-    stream by s, the merge divides the output matrix of each branch (attention or MLP) in all later layers by s. The
-    derivative is therefore -1 / s times the sum of the inner products of these matrices with their gradients. The inner
+    stream by s, the merge divides the output weights of each branch (attention or MLP) in all later layers by s. The
+    derivative is therefore -1 / s times the sum of the inner products of these weights with their gradients. The inner
     products were added up by `reducers`, one for each merged tensor.
     """
     after = [0.0] * len(recipe.layers)

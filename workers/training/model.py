@@ -63,7 +63,7 @@ class TrainableModel:
     - `leaves`: a pair for each parameter: the parameter, and a mapping from the names of the merged tensors that it
       contains to their parts of the parameter. A tied output head is a separate parameter in the embedding's memory, so
       that the gradients of embedding and head are computed, and can be freed, one after the other.
-    - `num_layers_on`: the number of layers on each device
+    - `num_layers_on`: the number of layers on `device`, then on each of `more_devices`
 
     Raises InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order
     of layers that the configuration cannot express.

@@ -271,10 +271,7 @@ IMAGE_TRAINING = ImageTraining()
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Context manager that hides transformers' warnings about a missing head or a head of another size.
-
-    A filter hides them, because transformers warns about tensor parallelism if the logger has a level of its own.
-    """
+    """Context manager that hides transformers' warnings about a missing head or a head of another size."""
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_is_error)
     try:

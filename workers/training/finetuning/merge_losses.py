@@ -246,7 +246,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter with the method `logits` for a linearized model, so that losses of samples can be computed.
+    """Wrapper that gives a linearized model the method `logits`, so that losses of samples can be computed.
 
     A linearized model is linear in its weights. The class implements the interface `ModelOfLogits`. `device` is the
     device of the model.

@@ -43,8 +43,8 @@ def write_expert(
 
     `spec` is the specification of the training, and `base` is the directory of the base model. An existing directory is
     not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are the values of the last
-    evaluation. `weights` are the weights to write, keyed by the names of `model`. If `weights` is None, the weights of
-    `model` are rounded to the expert's dtype in place and written.
+    evaluation. `weights` are the weights to write, keyed by the names of the parameters in `model`. If `weights` is
+    None, the weights of `model` are rounded to the expert's dtype in place and written.
     """
     if out.exists():
         return out

@@ -219,11 +219,11 @@ def noise_seed(spec: FinetuneSpec) -> int:
 
 
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the trained weights and the optimizer's state from a checkpoint.
+    """Restore the trained weights in `model` and the optimizer's state from a checkpoint.
 
-    `spec` is the specification of the training, and `model` has the trained weights. The optimizer MergOPT adds noise
-    to weights while it computes gradients. In an earlier version of this program, only the trained layers had noise.
-    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds noise to other weights.
+    `spec` is the specification of the training. Raises InvalidModel if the noise of the optimizer MergOPT would change:
+    an earlier version of this program, which added noise to the trained layers only, wrote the checkpoint, and `spec`
+    adds noise to other layers too.
     """
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)

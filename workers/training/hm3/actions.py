@@ -6,7 +6,7 @@ distribution. The module `wolpertinger` chooses a step near this point. With CAT
 allowed steps. The logit of a step is the product of the policy network's output with the step's embedding.
 
 If layers have scales (factors on the residual stream after a layer), a proto-action has one more number: the scale of
-the last layer, as a position in the range of scales.
+the path's newest layer, as a number from -1 (lowest scale) to 1 (highest scale).
 
 Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D numbers of a
 proto-action, E dimensions of an embedding (D is E + 1 if layers have scales, otherwise E), H numbers of a state.

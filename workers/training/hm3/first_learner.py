@@ -2,8 +2,8 @@
 
 This learner differs from the learner of the module `learner` in three points:
 
-- The ratios of PPO refer to the networks that built the episodes, which are one update older. The ratios are outside
-  PPO's clip almost always, so the clip has no effect.
+- PPO's ratios compare the policy with the networks that built the episodes, which have missed the last update.
+  Therefore most ratios are outside PPO's clip even before the first step, and the clip limits nothing.
 - Policy network, value network and encoder have one optimizer, and learn in the same steps.
 - The reward of each step of an episode is an equal share of the outcome.
 """

@@ -219,10 +219,7 @@ class BaseLearner(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """State of a subclass, such as its optimizers, which is saved together with the state of this base class.
-
-        The keys are the keys in the saved state.
-        """
+        """What a subclass saves beside the state of this base class, such as its optimizers, keyed by name."""
 
     @abstractmethod
     def _restore(self, state: Mapping[str, Any]) -> None:

@@ -30,8 +30,8 @@ class NetworkOptions:
       the networks can be used for other models with the same number of layers
     - `sees_preference`: whether the preference vector (weights of the objectives) is an input of the policy network and
       the value network
-    - `scales`: whether layers have scales, so that the policy network has one more output: the scale of the path's last
-      layer, as a position in the range of scales
+    - `scales`: whether layers have scales, so that the policy network has one more output: the scale of the path's
+      newest layer, as a number from -1 (lowest scale) to 1 (highest scale)
     """
 
     num_objectives: int = 1

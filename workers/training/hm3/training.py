@@ -143,10 +143,10 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
-        An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
-        learned from the needed iterations. With a single policy, an episode of iteration i needs the iterations before
-        i - 1; the policy learns from iteration i - 1 later. If several policies take turns, the needed iterations end
-        with the last earlier iteration of the same policy. The result is 0 if policies do not learn.
+        An iteration is a group of episodes (sequences of layers that a policy builds). With a single policy, the
+        episodes of iteration i are built by the policy that has learned from all iterations up to i - 2. If several
+        policies take turns, they are built by a policy that has learned from its own earlier iterations. The result is
+        0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -184,11 +184,11 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if it has not learned.
+        """Iteration after which the newest checkpoint of a policy was saved, among iterations up to `newest`.
 
-        An iteration is a group of episodes (sequences of layers that the policy builds). After an iteration, the policy
-        learns from its episodes and is saved as a checkpoint, except during its warm-up. Therefore the checkpoint of
-        the resulting iteration is the policy's state after iteration `newest`.
+        The policy is the one that builds the episodes of `iteration`. An iteration is a group of episodes (sequences of
+        layers that a policy builds). After each of its iterations except the warm-up, the policy learns from the
+        episodes and is saved as a checkpoint. Returns None if there is no checkpoint yet.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None

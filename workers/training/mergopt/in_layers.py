@@ -7,8 +7,7 @@ tensors of one checkpointed part of the model. A sharded parameter (FSDP2) gets 
 noise is the same as without shards. If the parameter is gathered in bfloat16, the noise is added after rounding to
 bfloat16.
 
-A parameter has noise only where the module that owns it reads it, not where other modules read it. Autocast keeps casts
-of weights, as it does without noise.
+If a module reads a parameter of another module, it reads the parameter without noise.
 """
 
 from __future__ import annotations

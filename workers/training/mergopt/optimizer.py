@@ -161,9 +161,8 @@ class MergOPT(OptimizerWrapper):
 
         A training step simulates a merge, whose random settings are the draw that the context yields. Without given
         experts, the offset is (K alpha - 1) z: K is the number of merged models, alpha is their coefficient, and z is a
-        random vector that stands for the task vector of each model. With given experts (module `task_vectors`), the
-        offset is the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts
-        are nested.
+        random vector with the distribution of a task vector. With given experts (module `task_vectors`), the offset is
+        the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
@@ -287,10 +286,8 @@ class MergOPT(OptimizerWrapper):
 def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
     """Raise ValueError if offsets cannot be made of the task vectors `noise` for the parameters `parts`.
 
-    MergOPT adds offsets to the parameters, to simulate merges with given experts. The task vectors of these experts
-    must have the same shapes as `parts`, in the same order. `in_layers` says whether offsets are added where layers
-    read their parameters, to save a copy of the parameters. `in_layers` must be False, because offsets of task vectors
-    need this copy.
+    The task vectors must have the same shapes as `parts`, in the same order. Offsets of task vectors also need a copy
+    of the parameters, so `in_layers` (offsets are added where layers read parameters, without a copy) must be False.
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")
