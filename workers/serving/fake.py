@@ -209,14 +209,14 @@ class FakeScorer:
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
         """Prompts and right answers of the task's samples from `start` to before `stop`.
 
-        Unlike other methods of the fake, this method and `sample_pictures` read the task's data.
+        This method and `sample_pictures` build the task; the other methods of the fake do not.
         """
         return sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
         """Pictures of the task's samples from `start` to before `stop`.
 
-        Unlike other methods of the fake, this method and `sample_texts` read the task's data.
+        This method and `sample_texts` build the task; the other methods of the fake do not.
         """
         if not modality_of_task(task.task).has_pictures:
             raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")

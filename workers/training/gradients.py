@@ -72,7 +72,8 @@ class CoefficientGradients:
     - `more_devices`: further devices; the layers of the model are divided over `device` and these devices
     - `recomputes`: whether activations are recomputed, to save their memory; a step then takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
-    - `cache`: the directory of the cache, or None for the default directory
+    - `cache`: the directory that caches which source files have been searched for NaN and infinity; None means the
+      default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
       answers (function `references.lack_of_entropy`)
 
@@ -142,12 +143,12 @@ class CoefficientGradients:
     ) -> GradientResult:
         """Compute the mean loss of each objective over its samples in `batch`, and the gradient of their weighted sum.
 
-        The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
-        respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
-        `by_scales` there is also a derivative with respect to the scale of every layer. Instead of multiplying the
-        residual stream after layer i by its scale s_i, the merge divides the output weights of each branch (attention
-        or MLP) in all later layers by s_i (module `workers.merging.residual_scales`). The derivative with respect to
-        s_i is therefore -1 / s_i times the sum of the inner products of these weights with their gradients.
+        The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. There is a derivative with
+        respect to every coefficient in `recipe` for which the merge method is differentiable. With `by_scales` there is
+        also a derivative with respect to the scale of every layer. Instead of multiplying the residual stream after
+        layer i by its scale s_i, the merge divides the output weights of each branch (attention or MLP) in all later
+        layers by s_i (module `workers.merging.residual_scales`). The derivative with respect to s_i is therefore -1 /
+        s_i times the sum of the inner products of these weights with their gradients.
 
         The objectives named in `completions` are measured on the completions given to the method `set_completions`; all
         other objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or

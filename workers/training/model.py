@@ -60,13 +60,13 @@ class TrainableModel:
     `device`.
 
     - `memory`: maps the name of each merged tensor to the part of the model's weights into which the tensor is written
-    - `leaves`: a pair for each parameter: the parameter, and a mapping from the names of the merged tensors that it
-      contains to their parts of the parameter. A tied output head is a separate parameter in the embedding's memory, so
-      that the gradients of embedding and head are computed, and can be freed, one after the other.
+    - `leaves`: for each parameter, a pair: the parameter, and its parts that are merged tensors, keyed by the tensor's
+      name. A tied output head is a separate parameter in the embedding's memory, so that the gradients of embedding and
+      head are computed, and can be freed, one after the other.
     - `num_layers_on`: the number of layers on `device`, then on each of `more_devices`
 
-    Raises InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order
-    of layers that the configuration cannot express.
+    Raises InvalidModel if a merged tensor is not found among the parameters of the transformers model, and
+    InvalidRecipe for an order of layers that the configuration cannot express.
     """
 
     def __init__(

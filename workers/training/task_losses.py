@@ -27,8 +27,8 @@ class WritableModel(Protocol):
 
     - `module`: the transformers model
     - `memory`: maps the name of each merged tensor to the part of the model's weights into which the tensor is written
-    - `leaves`: a pair for each parameter of `module`: the parameter, and a mapping from the names of the merged tensors
-      that it contains to their parts of the parameter
+    - `leaves`: for each parameter of `module`, a pair: the parameter, and its parts that are merged tensors, keyed by
+      the tensor's name
     - `device`: the device of the inputs, and of all parameters outside layers
     - `num_layers_on`: the number of layers on `device`, then on each further device of the model
     """

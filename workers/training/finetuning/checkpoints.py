@@ -129,7 +129,7 @@ def step_of(checkpoint: Path | None) -> int:
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
     """Read the optimizer's state in a checkpoint, except its tensors.
 
-    The keys are the keys that the optimizer's method `state_dict` returns.
+    The result has the keys of the optimizer's `state_dict`.
     """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state

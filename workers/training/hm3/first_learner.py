@@ -70,10 +70,10 @@ class FirstLearner(BaseLearner):
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
         """Compute PPO's losses for one mini-batch: of the policy on `batch`, of the value network on `recalled`.
 
-        In an episode, a policy builds one layer path (the sequence of layers of a new model). `batch` has episodes that
-        the present policy has built, and `advantages_BT` are the advantages of their steps. `recalled` has remembered
-        episodes, of the present policy or of earlier ones. For each state, the value network learns to predict the
-        outcome of the whole path.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model). `batch` has episodes of
+        the current iteration, and `advantages_BT` are the advantages of their steps. `recalled` has remembered episodes
+        of this and earlier iterations. For each state, the value network learns to predict the outcome of the whole
+        path.
         """
         options = self.options
         networks = self.networks

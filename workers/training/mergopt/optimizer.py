@@ -10,7 +10,7 @@ parameters:
 Here theta are the parameters, L is the loss, and z is a random task vector with the scale b. The simulated merge has K
 models, at most K_max, and the coefficient alpha from the set A.
 
-The implementation follows the paper's text, not its published code. The code differs from the text in three points: b
+The implementation follows the paper's text, not its published code, which differs from the text in three points: b
 is 0.01 by default (the paper: 0.0005), a closure's gradients are added up over two backward passes, and the last update
 uses the gradient at the offset.
 """
@@ -45,9 +45,9 @@ EXPERTS = "task_vectors"  # in the state: the digest of the task vectors of whic
 
 @dataclass(frozen=True)
 class Draw:
-    """The merge that one optimizer step simulates: `num_models` experts with random task vectors.
+    """The merge that one optimizer step simulates: of the trained model with `num_models` - 1 other models.
 
-    `alpha` is the coefficient of all task vectors. `key` is the seed of the random elements of the task vectors.
+    `alpha` is the coefficient of all task vectors. `key` is the seed from which the random task vectors are drawn.
     """
 
     alpha: float
