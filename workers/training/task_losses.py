@@ -91,7 +91,10 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def size(self, target: TargetT) -> float:
-        """Divisor for the loss of one sample; the method `unit` returns the mean divisor of a task's samples."""
+        """Size of one sample, by which its loss grows, such as its number of scored tokens.
+
+        The method `unit` returns the mean size of a task's samples.
+        """
         ...
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:

@@ -69,10 +69,10 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """Context manager that yields a new directory and, once it is complete, renames it to `out`.
+    """Context manager that yields a hidden directory to write to, and renames it to `out` at the end.
 
-    All ranks get the same directory. Files that a killed training left in it are removed, because that training may
-    have had another number of ranks.
+    All ranks get the same directory. If a killed training left files in it, they are removed first, because that
+    training may have had another number of ranks.
     """
     if _rank() != 0:
         yield Path(_of_writer(None))

@@ -264,8 +264,8 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     """Make a document from a conversation with the tokenizer's chat template.
 
     `messages` should be a list of objects with role and content. The training loss includes the assistant's messages
-    from message number `first` (counted from 0) on, and the end of each of their turns. `prompts` has the tokenizer. In
-    error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
+    from message number `first` (counted from 0) on, and the tokens that end their turns. `prompts` has the tokenizer.
+    In error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
     InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(

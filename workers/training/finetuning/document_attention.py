@@ -2,8 +2,8 @@
 
 Transformers' own attention hides such pairs by a mask [rows, 1, length, length], but computes all pairs. Here, a GPU
 computes all documents in one call of PyTorch's variable-length attention, which needs 16-bit activations, and a CPU
-computes each document separately. Not supported are models with sliding windows shorter than a row, soft-capped
-attention logits, or ALiBi biases; these models keep their own attention.
+computes each document separately. Some models keep their own attention, for example models with sliding windows shorter
+than a row, soft-capped attention logits, or ALiBi biases.
 """
 
 from __future__ import annotations

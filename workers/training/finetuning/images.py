@@ -315,8 +315,8 @@ def _model_of_head(spec: FinetuneSpec, base: Path) -> Checkpoint:
 def _head(spec: FinetuneSpec, base: Path, images: ImageSet) -> TaskHead:
     """Find the head with which an expert is trained: the base's head, the head of the model `data.head`, or a new head.
 
-    Raises InvalidModel if the model has no head, or if its head is for features of another size. Raises InvalidTask if
-    the number of classes of a new head is not known.
+    Raises InvalidModel if the base or the model `data.head` should have the head but has none, or if the head is for
+    features of another size than the base's. Raises InvalidTask if the classes of a new head are not known.
     """
     if spec.data.head == NEW_HEAD:
         if images.classes is None:

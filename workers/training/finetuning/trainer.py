@@ -194,7 +194,7 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that yields a sharded model's whole weights, keyed by name, for writing them to a checkpoint.
+    """Context manager that gathers the weights of a sharded model, keyed by name, for writing the trained expert.
 
     The weights are gathered from all ranks into files below `directory`, which exist while the context is open. A rank
     whose `directory` is None gets an empty dict. The weights have the dtype that `spec` names; the weights of a LoRA

@@ -84,7 +84,7 @@ class UpdateStatistics:
       policy network
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after this training
     - `drift`: the KL divergence between the policy after this training and the policy at the end of the update. In
-      between, the training of the value network changes the encoder that both networks share.
+      between, the training of the value network changes the encoder, on which the policy also depends.
     - `policy_steps`: the number of gradient steps of the policy network
 
     In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and `clipped`, `drift` and
