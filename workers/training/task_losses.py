@@ -87,13 +87,17 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def unit(self, spec: TaskSpec) -> float:
-        """Divisor that makes losses on the task `spec` comparable with losses on other tasks."""
+        """Divisor that makes losses on the task `spec` comparable with losses on other tasks.
+
+        The divisor is the mean size of the task's samples (method `size`).
+        """
         ...
 
     def size(self, target: TargetT) -> float:
-        """Size of one sample, by which its loss grows, such as its number of scored tokens.
+        """Size of one sample on the scale of its loss.
 
-        The method `unit` returns the mean size of a task's samples.
+        For a completion, the size is the number of scored tokens. For a choice between classes or options, it is the
+        loss of a guess at which all are equally likely. The method `unit` returns the mean size of a task's samples.
         """
         ...
 

@@ -87,11 +87,11 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the standard deviation of outcomes; the value network's outputs are scaled to them.
+        """Set the mean and the standard deviation to which the value network's outputs are scaled.
 
-        The value network predicts outcomes: the scores of an episode's layer path (sequence of layers) in each
-        objective. `outcomes_BK` [episodes, objectives] are the first known outcomes; their mean and standard deviation
-        are computed for each objective.
+        They are computed, for each objective, from `outcomes_BK` [episodes, objectives], the first known outcomes. An
+        outcome is the score of an episode's layer path (sequence of layers) in an objective; the value network predicts
+        it.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))

@@ -56,7 +56,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """Factor on the random task vectors in the offset added to parameters: field `num_models` * field `alpha` - 1.
+        """Factor on the random task vectors in the offset added to parameters: `num_models` * `alpha` - 1.
 
         The offset simulates a merge. The factor is (K alpha - 1) in algorithm 1 of the MergOPT paper.
         """
