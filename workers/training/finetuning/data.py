@@ -46,7 +46,7 @@ class Batch:
     """Batch of training rows: token ids, positions and labels, each as a tensor [rows, length].
 
     `tokens` are the token ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or
-    IGNORED for tokens whose losses the training loss does not include.
+    IGNORED where the next token's loss does not count.
     """
 
     tokens: torch.Tensor
@@ -196,11 +196,10 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
 def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> tuple[list[Any], list[Any]] | None:
     """The messages of a row's prompt and of its completion, if both are lists of messages (TRL's format).
 
-    `fields` maps the row's keys to their values. A template in `data` that writes a single key, such as `{{prompt}}`,
-    stands for the value of this key; any other template writes text, or refuses lists and objects itself. If neither
-    value is a list or an object, the row is plain text, and the result is None. In all other cases InvalidTask is
-    raised, because a list or an object would be written into the text as a Python expression. `origin` names the row in
-    messages.
+    `fields` maps the row's keys to their values. Returns None for plain text, if neither value is a list or an object.
+    Other values are errors, because they would be written into the text as Python expressions: then InvalidTask is
+    raised, and `origin` names the row. A template in `data` that writes a single key, such as `{{prompt}}`, stands for
+    the value of this key; every other template writes text, and refuses lists and objects itself.
     """
     given = {name: _single_value(template, fields) for name, template in _templates(data).items()}
     nested = [name for name, value in given.items() if isinstance(value, list | Mapping)]
@@ -280,8 +279,8 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     """Make a document from a conversation with the tokenizer's chat template.
 
     `messages` should be a list of objects with role and content. The training loss includes the assistant's messages
-    from message number `first` (counted from 0) on, and the end of each of their turns. `prompts` has the tokenizer. In
-    error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
+    from message number `first` (counted from 0) on, and the tokens that end their turns. `prompts` has the tokenizer.
+    In error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
     InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
