@@ -149,9 +149,9 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 
 @cache
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
-    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process.
+    """Load the fill-mask model that proposes word replacements; later calls in this process return the same model.
 
-    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; if `encoder`
-    is None, texts are compared by `model`.
+    `model` and `encoder` are directories or hub ids. `encoder` is the model that measures the similarity of texts; None
+    means `model`.
     """
     return MaskedModel(model, encoder=encoder)

@@ -318,10 +318,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _IdleActors:
-    """Rule by which a Tune `controller` assigns idle trial actors to trials; trials without an actor come first.
+    """Rule by which a Tune `controller` gives idle trial actors to trials.
 
-    A trial whose own actor is still starting gets an idle actor only if that actor has been idle for IDLE_S seconds.
-    After this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
+    Trials that have no actor yet come first. A trial whose own actor is still starting gets an idle actor only after
+    that actor has been idle for IDLE_S seconds.
     """
 
     def __init__(self, controller: Any) -> None:

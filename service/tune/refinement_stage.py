@@ -115,8 +115,7 @@ class RefinementStage:
     - `charge`: counts the samples of a step against the limit
     - `add`: stores a new trial
     - `is_out_of_budget`: returns the limit of the study that is exhausted, or None
-    - `observer`: called with a word for the event that has just happened or follows next, so that tests can stop the
-      process there
+    - `observer`: called with "refine" or "refined" at certain points, so that tests can stop the process there
     """
 
     def __init__(
@@ -299,9 +298,8 @@ class RefinementStage:
 
         A layer path is the sequence of layers of a merge. `plan` has the number of paths and the preference vectors
         (weights of the objectives). The outcome of a path for a vector is minus the sum of its costs, weighted by the
-        vector. The loss of a path for a vector is the best outcome of all chosen paths minus the path's own outcome.
-        Each path gets the vector for which this loss is least. If several vectors are equally good, the path gets the
-        first of them.
+        vector. Each path gets the vector for which its outcome is nearest to the best outcome of all chosen paths;
+        among equally good vectors, the first.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)

@@ -345,8 +345,8 @@ def built_space(
 ) -> SearchSpace | None:
     """Build the search space of a study over the models `sources`.
 
-    `fingerprints` has a fingerprint for each alias of a model, which recipes of the space will name. If the space
-    cannot be built, its problems are added to `problems`, and the result is None.
+    `fingerprints` has the models' fingerprints, keyed by alias; the recipes of the space contain them. If the space
+    cannot be built, the reasons are added to `problems`, and the result is None.
     """
     num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
     if max_layers is not None and num_layers > max_layers and not study.search_space.changes_layers:

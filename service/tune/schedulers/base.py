@@ -106,9 +106,9 @@ class Decision:
     """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
-    rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which trials are pruned. In
-    racing, the rival is a trial that is ahead. With other schedulers, the rival is the lowest-ranked of the trials that
-    the rung promotes. `rival` is None if no trial is pruned, or if the rung promotes no trial.
+    rule trials are pruned, if the scheduler has several rules. `rival` is a trial that was better than the pruned
+    trials: in racing a trial that is ahead of them, with other schedulers the lowest-ranked promoted trial. It is None
+    if no trial is pruned, or none is promoted.
     """
 
     bracket: int
@@ -183,11 +183,11 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """Number of the best trials at a rung to promote while further trials may still arrive there.
+        """Number of trials that a rung has to promote in all, while further trials may still arrive there.
 
-        A rung is a number of samples at which trials are compared. `num_decided` is the number of trials at the rung
-        that decisions are based on: the trials that arrived there first, all of which are evaluated. The result
-        includes trials that were promoted earlier.
+        A rung is a number of samples at which trials are compared. `num_decided` is the number of its trials that are
+        evaluated, counted in the order of arrival up to the first trial that is not. The result includes the trials
+        that the rung has promoted before.
         """
 
     @abstractmethod
@@ -541,10 +541,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The lowest-ranked of the trials that a rung promotes, once all trials of the rung have arrived there.
+        """The lowest-ranked trial that a rung promotes; call it once all trials of the rung have arrived there.
 
         A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
-        of rungs). Returns None if all trials of the rung failed.
+        of rungs). Returns None if the rung promotes no trial.
         """
         best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
         return best[-1] if best else None

@@ -109,10 +109,10 @@ def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """The order of the gradient descents, one for each of the preference vectors [num_vectors, num_objectives].
 
-    The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
-    vectors before it. For each descent, the result contains the index of its vector and the numbers of all earlier
-    descents, sorted by the distance between their vectors and its own vector. At equal distances the earlier descent
-    comes first.
+    The first descent is for the vector nearest to equal weights. Each later descent is for the remaining vector with
+    the smallest distance to a vector that is already in the order. The result has, for each descent, the index of its
+    vector and the numbers of all earlier descents, the one with the nearest vector first. At equal distances the
+    earlier descent comes first.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

@@ -3,8 +3,8 @@
 Each column is a parameter, in the order of the space. Values are in [0, 1]: a real number is encoded by its position in
 its range. The range of a whole number or a choice is divided into equal cells, and each value is encoded by the middle
 of its cell. INACTIVE marks a parameter that does not exist in a configuration. In a space with a structure, such as
-layer paths, every row that this module makes encodes a repaired configuration, and the space itself draws random rows.
-Arrays are [num_rows, num_parameters], float64.
+layer paths, the space itself draws random rows. Several configurations may mean the same merge there; rows made by this
+module encode the one that a study stores. Arrays are [num_rows, num_parameters], float64.
 """
 
 from __future__ import annotations

@@ -44,12 +44,13 @@ class SmacSearcher:
     configurations in which all layers have the same values, and `num_mutants` random changes of each of the
     `num_parents` scored configurations that the forest predicts to be best. A random change moves each parameter with
     the probability `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's
-    range. For the share `tied_share` of the proposals, all candidates have the same values in all layers.
+    range. For a share `tied_share` of the proposals, only candidates with the same values in all layers are used.
 
-    The forest has `num_trees` trees, and learns from at most `max_numbers` values of parameters. With several
-    objectives, a weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration
-    that violates constraints counts as worse than all configurations that meet them; a larger violation counts as worse
-    than a smaller one. The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    The forest has `num_trees` trees. It learns from all trials while (number of trials) x (number of parameters) is at
+    most `max_numbers`, and otherwise from the best and the newest trials. With several objectives, a weight vector is
+    drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration that violates constraints counts
+    as worse than all configurations that meet them; a larger violation counts as worse than a smaller one. The defaults
+    were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.
