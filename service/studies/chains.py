@@ -166,10 +166,11 @@ def with_exported_sources(
 
 
 def place_of_expert(artifacts: ArtifactStore, record: ArtifactRecord, directory: Path) -> str:
-    """URL of a trained expert, the artifact `record`, in the object store, or the directory of a copy if there is none.
+    """Location of a trained expert, the artifact `record` of a fine-tuning: a URL or a directory.
 
-    The copy is made in the directory of sources below `directory`, the server's data directory, unless it exists there.
-    Other processes that need the same copy wait for it.
+    The result is the artifact's URL if artifacts are in an object store. Otherwise the expert is copied to the
+    directory of sources below `directory`, the server's data directory, unless the copy exists. Other processes that
+    need the same copy wait for it.
     """
     url = artifacts.url(record)
     if url is not None:

@@ -134,7 +134,10 @@ def export_quantised(
 
 
 def scores_table(scores: Mapping[str, QuantisedScore]) -> list[tuple[str, ...]]:
-    """Rows with objective, score of the merge, score of the quantised model, difference, and number of samples."""
+    """A row of texts for each objective: name, scores of the merge and of the quantised model, difference, and samples.
+
+    The scores and the difference have 95% confidence intervals. The last text is the number of samples.
+    """
 
     def text(each: Estimate, sign: str = "") -> str:
         low, high = each.ci95

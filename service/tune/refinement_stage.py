@@ -97,7 +97,10 @@ class _Path:
 
 
 def _refined_label(number: int, *, path: int) -> str:
-    """The label of the trial `number`, which refines the coefficients of the layer path of the trial `path`."""
+    """The label of a trial of the refinement, such as "trial 40, refined from trial 31".
+
+    The trial `number` has the layer path of the trial `path`, with refined coefficients.
+    """
     return f"trial {number}, refined from trial {path}"
 
 

@@ -1,4 +1,7 @@
-"""Sizes of a family's models, read from configurations and headers, from which a plan computes seconds and bytes."""
+"""Sizes of a family's models, from which the plan of a study computes seconds and bytes.
+
+The sizes are read from the models' configurations and the headers of their weight files.
+"""
 
 from __future__ import annotations
 

@@ -179,8 +179,8 @@ def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, pla
 def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
     """For each GPU with a part of the model: the bytes of this part without activations, and its number of layers.
 
-    Counted are the weights, one gradient, and the sources that are read when it is reduced to derivatives of
-    coefficients.
+    The bytes are those of the weights, of one gradient, and of the sources, which are read to compute the derivatives
+    with respect to coefficients from the gradient.
     """
     number = max(int(sources.base.settings["num_hidden_layers"]), max_layers)
     passing = reduction_bytes(sources)

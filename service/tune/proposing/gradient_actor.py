@@ -49,7 +49,7 @@ class GradientInputs:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Devices of the model: the CPU or a GPU, or several GPUs that share the layers."""
+        """Names of the PyTorch devices that share the model's layers: "cpu", "cuda", or "cuda:0", "cuda:1", ..."""
         if self.device == "cpu" or self.num_gpus == 1:
             return (self.device,)
         return tuple(f"{self.device}:{index}" for index in range(self.num_gpus))

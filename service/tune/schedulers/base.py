@@ -108,7 +108,7 @@ class Decision:
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
     rule trials are pruned, if the scheduler has several rules. `rival` is a trial that was better than the pruned
     trials: in racing a trial that is ahead of them, with other schedulers the lowest-ranked promoted trial. It is None
-    if no trial is pruned, or none is promoted.
+    if no trial is pruned, and with these other schedulers also if no trial is promoted.
     """
 
     bracket: int
@@ -185,9 +185,9 @@ class RungTable(ABC):
     def _num_promoted_early(self, num_decided: int) -> int:
         """Number of trials that a rung has to promote in all, while further trials may still arrive there.
 
-        A rung is a number of samples at which trials are compared. `num_decided` is the number of its trials that are
-        evaluated, counted in the order of arrival up to the first trial that is not. The result includes the trials
-        that the rung has promoted before.
+        A rung is a number of samples at which trials are compared. `num_decided` is the number of its trials, in the
+        order of arrival, before the first one that is not evaluated yet. The result includes the trials that the rung
+        has promoted already.
         """
 
     @abstractmethod
@@ -417,9 +417,10 @@ class RungTable(ABC):
         return self._num_proposed
 
     def waiting(self) -> Mapping[int, int]:
-        """The trials whose promotion is undecided, each with the rung at which it was evaluated.
+        """The trials whose promotion is undecided, each with the rung at which it was evaluated last.
 
-        Keys are trial numbers; values are indices of rungs, the numbers of samples at which trials are compared.
+        Keys are trial numbers, and values are indices of rungs. A rung is a number of samples at which trials are
+        compared.
         """
         return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 

@@ -27,11 +27,11 @@ class Descent:
     """A gradient descent for one preference vector, whose points at regular intervals become trials.
 
     - `preference`: the preference vector, the importance of each objective
-    - `neighbours`: the numbers of earlier descents, starting with the descent that has the most similar preference
-      vector
+    - `neighbours`: the numbers of the earlier descents, sorted by the similarity of their preference vectors to this
+      one, the most similar first; the descent starts at the end of the first of them that did not fail
     - `num_steps`: the number of gradient steps
-    - `num_points`: the number of points that become trials; these points are evenly spaced, and the last point is the
-      end of the descent
+    - `num_points`: the number of points that become trials; they are evenly spaced, and the last is the end of the
+      descent
     - `learning_rate`: the learning rate of the first step
     - `is_constant`: whether all steps have the learning rate of the first step; otherwise, the learning rate falls
       linearly from step to step
@@ -54,11 +54,11 @@ class Descent:
 
 @lru_cache(maxsize=8)
 def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
-    """The gradient descents of a search in their order, one for each preference vector in `vectors`.
+    """The gradient descents of a search in the order in which they run, one for each preference vector in `vectors`.
 
-    A preference vector has the weights of the objectives. `options.points` is the number of trials of all descents
-    together. This number is divided equally between the descents, but each descent has at least one trial. The first
-    descent also has the remainder.
+    A preference vector has the weights of the objectives. The option `points` says how many points of all descents
+    together become trials. The descents get equal shares of this number, at least one point each; the first descent
+    also gets the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps

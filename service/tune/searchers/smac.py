@@ -37,7 +37,7 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """The searcher SMAC, a random forest with expected improvement; its options are the fields of `search.smac`.
+    """The searcher SMAC, a random forest with expected improvement; a study sets further options in `search.smac`.
 
     The searcher draws configurations at random until `num_initial` trials have results. Afterwards it proposes the
     candidate with the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied`
@@ -46,11 +46,11 @@ class SmacSearcher:
     the probability `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's
     range. For a share `tied_share` of the proposals, only candidates with the same values in all layers are used.
 
-    The forest has `num_trees` trees. It learns from all trials while (number of trials) x (number of parameters) is at
-    most `max_numbers`, and otherwise from the best and the newest trials. With several objectives, a weight vector is
-    drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration that violates constraints counts
-    as worse than all configurations that meet them; a larger violation counts as worse than a smaller one. The defaults
-    were chosen with tests/benchmarks/bench_searchers.py.
+    The forest has `num_trees` trees. It learns from all results while (number of results) x (number of parameters) is
+    at most `max_numbers`, and otherwise from the results of the best and the newest trials. With several objectives, a
+    weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration that violates
+    constraints counts as worse than all configurations that meet them; a larger violation counts as worse than a
+    smaller one. The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.

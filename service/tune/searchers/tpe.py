@@ -18,9 +18,9 @@ __all__ = ["SEARCHER", "TpeSearcher"]
 class TpeSearcher:
     """The searcher TPE: Optuna's multivariate TPE, with a group for each set of parameters that exist together.
 
-    The searcher draws configurations at random until `num_initial` trials have results. It learns from all trials while
-    (number of trials) x (number of parameters) is at most `max_numbers`, and otherwise from the best and the newest
-    trials.
+    The searcher draws configurations at random until `num_initial` trials have results. It learns from all results
+    while (number of results) x (number of parameters) is at most `max_numbers`, and otherwise from the results of the
+    best and the newest trials.
     """
 
     num_initial: int = 10  # trials with results before the estimators are used
