@@ -105,9 +105,10 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Give up the prompt attack on a recipe, for example because scoring failed; keep its stored samples.
+        """Give up the attack on a recipe (search for the worst template), for example because scoring failed.
 
-        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
+        The stored samples of the attack are kept. `digest` identifies the recipe, and `index` is the position of the
+        benchmark in `Plan.benchmarks`.
         """
         self._running.pop((digest, index), None)
         self._samples.set_attacked(digest, index, ())

@@ -87,7 +87,8 @@ class RefinementPlan:
     def most_samples(self, num_scored: int) -> int:
         """The most samples that the whole refinement takes, for its gradients and for scoring the refined trials.
 
-        `num_scored` is the number of samples on which each refined trial is scored.
+        The refinement improves coefficients of trials by gradient descent, after the search. `num_scored` is the number
+        of samples on which each refined trial is scored.
         """
         batch = max(self.options.batch, len(self.num_samples))
         charged = self.options.steps * GradientRequest.charge + LossesRequest.charge

@@ -286,7 +286,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         return str(FIFOScheduler.STOP) if done else self._next(trial)
 
     def _next(self, trial: Any) -> str:
-        """Tune's next action after a result of `trial`: score more samples, or wait because the run must end."""
+        """Tune's next action after a result of `trial`: CONTINUE, or NOOP (wait) if the run must end."""
         if not self._interrupt.is_requested:
             return str(FIFOScheduler.CONTINUE)
         self._interrupt.held.add(trial.trial_id)

@@ -1,9 +1,10 @@
-"""The refinement stage: after the search, it learns coefficients for the front's layer paths by gradient descent.
+"""The refinement stage: after the search, it improves coefficients of the Pareto front's trials by gradient descent.
 
 The refinement is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for
-Pretrained Models", equations 1b and 2), for paths that the lower level has found. Each path is refined for one
-preference vector: the vector for which the path's outcome is nearest to the best outcome of all refined paths. The
-descent begins at the path's own coefficients, and its end is scored as a trial like any other.
+Pretrained Models", equations 1b and 2), for layer paths (sequences of layers) that the lower level has found. Each path
+is refined for one preference vector (weights of the objectives): the vector for which the path's outcome is nearest to
+the best outcome of all refined paths. The descent begins at the path's own coefficients, and its end is scored as a
+trial like any other.
 
 Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial.
 Therefore a study that is killed continues at the next step. The first stored choice ends the search for good.
@@ -176,9 +177,10 @@ class RefinementStage:
         self._is_stopped = True
 
     def start(self) -> bool:
-        """Choose and store the layer paths (sequences of layers) to refine, after the end of the search.
+        """Choose and store the layer paths (sequences of layers) whose coefficients this stage will improve.
 
-        Returns False if there is nothing to start: the study refines nothing, or the paths are chosen already.
+        The search must have ended. Returns False if there is nothing to start: the study has no refinement, or the
+        paths are chosen already.
         """
         plan = self._plan.refinement
         if plan is None or self.is_started or self._is_stopped:
@@ -223,7 +225,7 @@ class RefinementStage:
         return False
 
     def _next(self) -> int | None:
-        """The index of the next layer path (sequence of layers) to refine, or None if all paths are refined."""
+        """The index of the next layer path (sequence of layers) to improve by gradients; None if all are done."""
         if self._is_stopped:
             return None
         for index in range(len(self._paths or ())):

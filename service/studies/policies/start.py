@@ -1,4 +1,4 @@
-"""Studies whose layer-path policies are initialised with the trained policies of another study.
+"""Studies whose policies (networks that build merges) are initialised with the trained policies of another study.
 
 When the new study first runs, the policies that the other study has at that time are stored as artifacts of the new
 study. The digests of the policies are stored as one of its documents. Therefore the new study can be resumed even if

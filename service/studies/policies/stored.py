@@ -1,4 +1,4 @@
-"""Reads the policies that a study has trained from its store and its artifacts."""
+"""Reads a study's trained policies from its store and its artifacts (stored files)."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def stored_policies(
 
     `record` is the study's job in `store`, and `study` is its study file. Returns the facts about the study that its
     searcher needs, and the policies' checkpoints, keyed by the training iteration that they were saved after. `family`
-    has the models of which a policy will build layer paths; None if only the checkpoints are needed.
+    has the models from whose layers a policy will build merges; None if only the checkpoints are needed.
     """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

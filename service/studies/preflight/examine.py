@@ -1,7 +1,7 @@
 """All checks of a study that need no engine, in order, and the plan that follows from them.
 
 All problems of a study are reported together. Weights are read only if there are no problems in headers, configurations
-and task data, because reading large models takes minutes (and is cached by content).
+and task data, because reading large models takes minutes.
 """
 
 from __future__ import annotations

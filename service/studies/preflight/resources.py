@@ -251,7 +251,7 @@ def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
 
 
 def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
-    """The merge methods that a study's merges use: methods of its search space and its baselines, or of its recipes.
+    """The merge methods that a study's merges may use: those of its search space and of its baselines.
 
     `sources` are the study's models. If the study file lists recipes, the result contains all merge methods, because a
     recipe may use any of them.

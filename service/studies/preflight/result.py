@@ -305,7 +305,8 @@ class PreflightResult:
     def gradient_inputs(self) -> GradientInputs | None:
         """Arguments of the actor that computes gradients; None if the study cannot need gradients.
 
-        A study can need gradients if its search space is differentiable, or if it refines its Pareto front.
+        A study can need gradients if its search space is differentiable, or if it refines its Pareto front by
+        gradients.
         """
         space = self.space if isinstance(self.space, DifferentiableSpace) else None
         if space is None and self.study.search.refinement is None:

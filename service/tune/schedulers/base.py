@@ -8,9 +8,9 @@ order in which results arrive. The members of a rung are in the order of their p
 the first k members once all of these k members are evaluated. A proposal uses the results of a fixed set of earlier
 evaluations. Evaluations may still overlap, so engines have work while a rung waits for a result.
 
-Each result changes the table; the table is never computed again from all results. The changes suffice because results
-become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes the same
-time in a long search as in a short one.
+While a search runs, each new result changes only the entries of the table that depend on it. This suffices because
+results become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes
+the same time in a long search as in a short one.
 """
 
 from __future__ import annotations
@@ -530,9 +530,9 @@ class RungTable(ABC):
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` once no further trial of the bracket can arrive at `rung`.
 
-        `bracket` is the index of the bracket, a ladder of rungs (numbers of samples at which trials are compared). The
-        number of promoted trials depends on how many trials have arrived at the rung, including failed trials, but
-        failed trials are not promoted. Returns the numbers of the promoted trials.
+        `bracket` is the index of the bracket, a ladder of rungs (numbers of samples at which trials are compared). How
+        many trials are promoted follows from the number of all trials that have arrived; failed trials count in this
+        number, but are not promoted themselves. Returns the numbers of the promoted trials.
         """
         if not rung.members:
             return ()

@@ -2,8 +2,8 @@
 
 The function `search_spaces.objectives.promotion_order` gives the same order, but sorts all trials (candidates) anew.
 Here, a candidate is inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method
-for Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that
-dominates others moves them one front back. Only the fronts that were requested so far are separated; all other
+for Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a candidate that
+dominates others moves them one front back. Only the fronts that were requested so far are computed; all other
 candidates are kept together, unsorted.
 """
 

@@ -17,8 +17,8 @@ __all__ = ["AshaTable", "HyperbandTable"]
 class HyperbandTable(RungTable):
     """Hyperband scheduler: a rung promotes trials once, when no further trial of its bracket can arrive there.
 
-    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. Proposal n, which is for
-    a trial of bracket b, uses these results:
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. Proposals may run ahead
+    of evaluations by max_staleness trials. Proposal n, which is for a trial of bracket b, uses these results:
 
     - the first results of all trials up to n - max_staleness; the proposal waits for these results
     - the later results of these trials, if they belong to bracket b - open_brackets or an earlier one; all trials of
@@ -105,7 +105,8 @@ class AshaTable(RungTable):
       trial, so that a trial is scored on all samples, and the remaining trials are pruned. Trials that are added to a
       search that had ended form another bracket.
 
-    For the same reason, two rules fix which results proposal n waits for and uses:
+    For the same reason, fixed rules say which results proposal n waits for and uses, where max_staleness is the number
+    of trials by which proposals may run ahead of evaluations:
 
     - At the first rung of a trial: the results of all trials up to n - max_staleness.
     - At the i-th rung of a bracket (i > 1): the results of trials whose promotion to this rung needed first results of

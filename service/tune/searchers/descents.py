@@ -1,8 +1,8 @@
 """Gradient descents of a search, one for each preference vector: their order, and where each descent starts.
 
-The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier descents. Each later descent starts at the end of the earlier descent with the nearest vector, so
-that few steps are enough. Distances are Euclidean.
+The first descent is for the preference vector nearest to equal weights. Each later descent is for the remaining vector
+with the smallest distance to a vector of an earlier descent. It starts at the end of the earlier descent with the
+nearest vector, so that few steps are enough. Distances are Euclidean.
 """
 
 from __future__ import annotations
@@ -95,7 +95,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
     """Number of gradient steps that must be made before the first `num_proposals` proposals are known.
 
-    A proposal is a point of one of the gradient `descents`, which are made in order. Baselines are not counted.
+    A proposal is a point of one of the gradient `descents`, which run one after another. Baselines are not counted.
     """
     total = 0
     for descent in descents:

@@ -195,9 +195,9 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """A hashable key for each row (encoded configuration); equal keys mean equal configurations.
+        """A hashable key for each row (encoded configuration).
 
-        Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
+        Two rows have equal keys if their configurations agree to 1e-6 of each parameter's range.
         """
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 

@@ -182,7 +182,7 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """The index of the gradient descent whose weights of the objectives are used to propose trial `number`.
+    """The index of the gradient descent whose preference vector is used to propose trial `number`.
 
     `setting` has the options and the preference vectors (weights of the objectives), one for each descent. A trial that
     is a point of a descent uses this descent's vector. Trials after all descents use the vectors of the descents in

@@ -1,9 +1,9 @@
 """Grid search: every combination of a few values of each parameter, then every combination of more values.
 
 The combinations are in a random order. Parameters with the same meaning (role) in different layers share their value,
-so a space of many layer groups is searched as if it had one group. In a space of layer paths, passthrough merges are
-searched: merges of one block of a model's consecutive layers, then merges of two blocks, and so on. The number of
-blocks grows when a few random draws give no new merge.
+so a space of many layer groups is searched as if it had one group. In a space of layer paths (sequences of layers),
+passthrough merges are searched: merges of one block of a model's consecutive layers, then merges of two blocks, and so
+on. The number of blocks grows when a few random draws give no new merge.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""The searcher of HM3: a policy that builds layer paths and learns from the trials' results (`workers.training.hm3`).
+"""The searcher of HM3: a policy (`workers.training.hm3`) builds layer paths, and learns from the trials' results.
 
-Every trial is an episode, and the policy is updated after each iteration, a fixed number of episodes. Policies are read
-from checkpoints, so the searcher needs no state. The object that trains the policies is kept from the last call,
-because this is faster and changes no result.
+A layer path is the sequence of source models' layers of which a merge consists. Every trial is an episode, and the
+policy is updated after each iteration, a fixed number of episodes. Policies are read from checkpoints, so the searcher
+needs no state. The object that trains the policies is kept from the last call, because this is faster and changes no
+result.
 
 The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
 

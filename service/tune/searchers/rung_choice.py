@@ -1,9 +1,9 @@
 """The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
 Lower rungs have many results at little cost. These results help if they order configurations in the same way as results
-at the full budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each choice,
-a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of the
-search, and is made again whenever the number of trials with results at the full budget has doubled.
+at the full budget (all samples); otherwise they mislead. Therefore the two choices are compared by cross-validation:
+for each choice, a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a
+step of the search, and is made again whenever the number of trials with results at the full budget has doubled.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """SMAC: a random forest learns from results, and expected improvement at the full budget picks the next configuration.
 
 The forest and the acquisition function are SMAC's. SMAC's rungs, promotion and state are not used: the forest is
-trained for every proposal. The forest learns from all rungs, with the fidelity as one more feature, or from the highest
-rung that has enough results, as in SMAC; the module `rung_choice` makes the choice.
+trained for every proposal. The forest learns from results at all rungs (numbers of samples), with the fidelity as one
+more feature, or from the highest rung that has enough results, as in SMAC; the module `rung_choice` makes the choice.
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
 and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, the local search
