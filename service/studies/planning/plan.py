@@ -32,7 +32,7 @@ class StudyPlan:
         profile: The machines.
         dtype: Dtype of the engines.
         facts: Sizes of the models.
-        placement: Places of the study's parts, with their memory.
+        placement: Where on the machines each part of the study is kept, and how much memory it takes.
         phases: Phases of the study with their seconds.
         hours: Bounds on the hours of the study.
         gpu_hours: Bounds on the hours, times the number of the study's GPUs, or of its machines if the machines have no
@@ -196,11 +196,11 @@ def engine_speeds(
 
 
 def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
-    """Whether each rank on a GPU merges only the elements that it holds, for every merge method of a study.
+    """Whether an engine on several GPUs divides the work of a merge among its ranks (one process for each GPU).
 
-    The merge methods are the methods of the study's search space. Ranks divide the work in this way for methods with a
-    kernel for CUDA. `sources` are the models of the study. If a model is an adapter, the result is False, because each
-    rank then reads whole tensors.
+    If so, each rank merges only its own elements of the tensors. This requires a CUDA kernel for every merge method of
+    the study's search space. It is not possible if one of the models `sources` is an adapter, because each rank then
+    reads whole tensors.
     """
     from workers.merging.kernels import ON_CUDA
 

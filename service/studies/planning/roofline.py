@@ -183,8 +183,8 @@ class Speeds:
     def evaluation_s(self, work: Work) -> float:
         """Seconds to score the samples in `work` on a merge that the engine already has.
 
-        The engine reads the prompts in passes of at most 4,096 tokens. The engine generates the answers of up to
-        `texts` samples together, one token of each answer in a pass.
+        The engine reads the prompts in passes of at most 4,096 tokens. It then generates the answers, in batches of at
+        most `self.texts` samples; each pass adds one token to every answer of the batch.
         """
         if not work.samples:
             return 0.0
@@ -233,11 +233,11 @@ class Speeds:
         return own.start_s + loading + moving + passes + self.swap_s
 
     def step_s(self, work: Work, *, recomputes: bool) -> float:
-        """Seconds of a gradient step: merging, a forward and a backward pass, and derivatives of coefficients.
+        """Seconds of a gradient step: merging, a forward and a backward pass, and the derivatives of the coefficients.
 
         `work` has the samples. A backward pass takes twice as long as a forward pass. If `recomputes` is True,
-        activations are recomputed, which takes another forward pass. The derivatives of coefficients read the sources
-        once more.
+        activations are recomputed, which takes another forward pass. For the derivatives with respect to the
+        coefficients, the sources are read once more.
         """
         own, facts = self.device.calibration, self.facts
         tokens = work.samples * (work.tokens.read + work.tokens.answered)

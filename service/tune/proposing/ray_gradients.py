@@ -96,9 +96,9 @@ class RayGradients:
         return None
 
     def check_start(self) -> None:
-        """Raise EngineUnavailable, and give the actor up, if it has not started within START_S seconds.
+        """Raise EngineUnavailable if the gradient actor has not started within START_S seconds, and end the actor.
 
-        Other programs may have taken the resources that were free when the actor was requested.
+        This happens if other programs have taken the resources that were free when the actor was requested.
         """
         if self._start_call is None:
             return

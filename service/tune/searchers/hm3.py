@@ -1,8 +1,9 @@
-"""The searcher of HM3: a policy that builds layer paths and learns from the trials' results (`workers.training.hm3`).
+"""The searcher of HM3: a policy (`workers.training.hm3`) builds layer paths, and learns from the trials' results.
 
-Every trial is an episode, and the policy is updated after each iteration, a fixed number of episodes. Policies are read
-from checkpoints, so the searcher needs no state. The object that trains the policies is kept from the last call,
-because this is faster and changes no result.
+A layer path is the sequence of source models' layers of which a merge consists. Every trial is an episode, and the
+policy is updated after each iteration, a fixed number of episodes. Policies are read from checkpoints, so the searcher
+needs no state. The object that trains the policies is kept from the last call, because this is faster and changes no
+result.
 
 The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
 
@@ -355,11 +356,10 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
     """Whether the policy of `iteration` must be reset, because its last iterations have found nothing better.
 
-    An iteration is a fixed number of trials of one policy; the policies take turns. `restart_after`, an option of the
-    study, is a number of iterations. The policy is reset after this number of its iterations without a better result,
-    and again after each further `restart_after` iterations without a better result. A result in `context` counts as
-    better if it is the best so far for at least one of the policy's preference vectors (weights of the objectives).
-    `training` knows which iterations each policy has.
+    An iteration is a fixed number of trials of one policy; the policies take turns. A policy is reset each time that
+    `restart_after` of its iterations (an option of the study) have passed without a better result. A result in
+    `context` is better if it is the best so far for at least one of the policy's preference vectors (weights of the
+    objectives). `training` knows which iterations each policy has.
     """
     patience = context.setting.options.hm3.restart_after
     if patience is None or training.options.version < FIRST_WITH_ELITES:
