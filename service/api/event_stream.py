@@ -3,8 +3,9 @@
 On PostgreSQL, new events are read as soon as the database announces them. On SQLite, and while there are no
 announcements, the server polls for new events. Every watcher has its own cursor: the id of the last event that the
 server sent to it. The events of a job are stored in the order of their ids (they are written under the job's row lock),
-so a new event always has a larger id than every cursor. Watchers that are up to date share a window of recent frames.
-For a slower watcher, the server reads events from the database in batches, so that no backlog is held in memory.
+so a new event always has a larger id than every cursor. Watchers that are up to date share one buffer of the latest
+encoded events. For a slower watcher, the server reads events from the database in batches, so that no backlog is held
+in memory.
 """
 
 from __future__ import annotations

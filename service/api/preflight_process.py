@@ -69,9 +69,9 @@ def _memory_share() -> int:
 class Limits:
     """Limits on the checks of one submitted job.
 
-    `time_s` is the elapsed seconds, `cpu_s` is the seconds of processor time, and `memory_bytes` is the bytes of
-    memory. Processor time and memory are limited only until the checks begin to read the models' weights. Reading the
-    weights of large models for the first time takes minutes and maps all of their files.
+    `time_s` limits the elapsed seconds, `cpu_s` the seconds of processor time, and `memory_bytes` the bytes of memory.
+    Processor time and memory are limited only until the checks begin to read the models' weights, because reading the
+    weights of large models may take minutes and much memory.
     """
 
     time_s: float = 900.0
@@ -238,9 +238,10 @@ class PreflightProcess:
         return await self._of_models(client, search_models, access, under=under, text=text, limit=limit)
 
     async def _of_models(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call `function`, which opens models, in a validator process or on the cluster's node where jobs read models.
+        """Call `function`, which opens models, on the machine where jobs read models.
 
-        `client` names the sender of the request.
+        This is a node of the Ray cluster or, if jobs run on this machine, a validator process here. `client` names the
+        sender of the request.
         """
         async with self._queue.turn(client):
             node = None if self._cluster is None else (await self._waited(_place(self._cluster)))[0]
@@ -349,9 +350,9 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
     `noun` is the word for such a job in error messages. `context` says which files the job may read, and to which jobs
     it may refer. Raises InvalidStudy with every problem.
 
-    The process's limits of memory and processor time are lifted when the checks begin to read the weights of models, or
-    to write merges of other studies that the job names as sources. Reading large weights maps all of their files, and
-    takes work that does not depend on the request alone.
+    The process has limits of memory and processor time. They are lifted when the checks begin to read the weights of
+    models, or to write merges of other studies that the job names as sources, because large models need more than the
+    limits.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))

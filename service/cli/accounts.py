@@ -80,12 +80,11 @@ def add_user(options: argparse.Namespace) -> int:
 
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
-    """Store a token that an operator has made for a deployment as a token of the user `user`.
+    """Store `token`, which an operator has made for a deployment, as a token of the user `user`.
 
-    The token comes, for example, from a Kubernetes secret. Tokens that were stored for the deployment before are
-    revoked. If `token` itself is stored already, it is not changed. `scope` is the name of the token's scope, which
-    says for which requests the token can be used. `accounts` is the account store, and `actor` is who makes the change,
-    for the audit log.
+    The token comes, for example, from a Kubernetes secret. Earlier tokens of the deployment are revoked. If `token`
+    itself is stored already, it is not changed. `scope` is the name of the token's scope, which says for which requests
+    the token can be used. `accounts` is the account store, and `actor` is who makes the change, for the audit log.
     """
     found = accounts.find_token(token.digest)
     for other in accounts.tokens(user.name):

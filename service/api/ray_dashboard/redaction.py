@@ -84,8 +84,8 @@ def _serialized(value: Any) -> Any:
 def _command(value: Any) -> Any:
     """Copy of a command line with its program, and `<redacted>` in place of the arguments.
 
-    `value` is the command line as a text or as a list of words. A command that this server wrote (a driver or a
-    function call) is not changed, because its arguments have no secret.
+    `value` is the command line as a text or as a list of words. A command that this server wrote, such as the command
+    of a driver, is not changed, because its arguments have no secret.
     """
     if isinstance(value, list):
         words = [str(word) for word in value if word]

@@ -437,7 +437,7 @@ OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_to
 def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
     """Revoke a token of the user who sends the request or, for administrators of the server, of another user.
 
-    Every server refuses the token within a second.
+    All servers that share the database refuse the token within a second.
     """
     revoked = services.accounts.revoke_token(token.id, actor=sender.actor)
     services.authenticator.forget()

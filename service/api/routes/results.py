@@ -323,8 +323,8 @@ async def get_recipe(study: Study, number: TrialNumber, services: Context, sende
 async def get_mergekit(study: Study, number: TrialNumber, services: Context, sender: Sender) -> Response:
     """A mergekit configuration (YAML) that computes the same merge as a trial, up to float32 rounding.
 
-    Models are named by their hub ids. A model without a hub id has its name in the study, and a comment lists these
-    models: the server's directories are not on the reader's machine.
+    Models are named by their hub ids. A model without a hub id has its name in the study, because the server's
+    directories are not on the reader's machine; a comment lists these models.
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
     the request is refused (409). The request is also refused (503) if reading the models takes more time or memory than
@@ -548,10 +548,10 @@ def _num_bytes(sample: SampleDocument) -> int:
 
 
 def _scored_sample(sample: SampleResult, best: float | None, *, is_image: bool) -> ScoredSampleDocument:
-    """Describe a trial's response to a sample. The response is right if its value is `best`.
+    """Describe a trial's response to a sample: its value, its text, and whether it is right.
 
-    If `best` is None, the metric does not say whether a response is right. The response to an image has predicted
-    classes.
+    `best` is the value of a right response; None if the metric does not say whether a response is right. If `is_image`
+    is True, the sample is an image, and the description has the predicted classes.
     """
     has_text = bool(sample.response or sample.tokens)
     response = sample.response if has_text else None
@@ -712,8 +712,8 @@ async def set_validity(
     """Mark a trial as invalid, or as valid again.
 
     An invalid trial keeps its scored samples, but is left out of the Pareto front, of the results on held-out data and
-    of every comparison. The searcher does not forget the trial's results. A COMPLETE study continues. Trials that are
-    among the best because the invalid trial is left out are scored on held-out data.
+    of every comparison. The searcher keeps the trial's results. If other trials are now among the best, they are scored
+    on held-out data; a COMPLETE study continues for this.
     """
     body = await read_object(request, Validity)
     if not body.is_valid and body.reason is None:
@@ -779,7 +779,11 @@ def evaluate_trial(
 
 
 def _check_evaluations(study: JobRecord) -> None:
-    """Check that the study can evaluate merges that users request. Raises Refusal (409) otherwise."""
+    """Raise Refusal (409) if a study cannot evaluate a merge that a user requests now.
+
+    This is so if the study is CANCELLED. It is also so if the study is not COMPLETE, and its searcher computes
+    gradients or trains a policy.
+    """
     if study.state is JobState.CANCELLED:
         raise Refusal(409, f"study {study.name!r} is CANCELLED; only a study that has not been cancelled can continue")
     algorithm = ResolvedStudy.of(study).algorithm or ""
@@ -840,9 +844,9 @@ async def get_holdout(
     request: Request,
     reference: Annotated[int, Query(description="Number of a trial with held-out values.", ge=0, le=MAX_NUMBER)],
 ) -> Response:
-    """List the paired differences of held-out values, with intervals, between the trial `reference` and all others.
+    """List the paired differences of held-out values between the trial `reference` and all others, with intervals.
 
-    The summary has the same differences for the best trial.
+    The intervals are confidence intervals. The study's summary has these differences with the best trial as reference.
     """
 
     def differences(trials: tuple[TrialResult, ...]) -> bytes:
@@ -902,10 +906,10 @@ async def get_timeline(
     ] = None,
     bins: Annotated[int, Query(description="Number of bins.", ge=1, le=2000)] = 1000,
 ) -> Response:
-    """Show how each engine's replica spent its time: merging, swapping weights, scoring samples, or idle.
+    """Show how each replica (process with an engine) spent its time: merging, swapping weights, scoring, or idle.
 
-    The time is divided into `bins` bins of equal length; for each bin, the share of each activity is given. If fewer
-    than 500 chunks (samples that are scored together) are in the time, each chunk is listed too. `events` lists the
+    The time is divided into `bins` bins of equal length; for each bin, the share of each activity is given. If the time
+    has fewer than 500 chunks (groups of samples that are scored together), each chunk is listed too. `events` lists the
     drivers that worked on the study, the waits of the study, and engine faults.
     """
     if start is not None and end is not None and end <= start:
@@ -965,11 +969,11 @@ async def get_stops(
         int | None, Query(description="Only trials that were stopped at this rung.", ge=0, le=MAX_NUMBER)
     ] = None,
 ) -> Response:
-    """Compare each stopped trial with its rival, the trial against which a scheduler has stopped it.
+    """Compare each trial that a scheduler has stopped with its rival, a trial that was better.
 
-    The differences are paired by sample, on the samples of each rung that the trial has finished. The first 100 trials
-    are listed. Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the
-    lowest-ranked of the trials that the rung promoted.
+    Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the lowest-ranked of the
+    trials that the rung promoted. The values of the two trials are compared at each rung that the stopped trial has
+    finished, with differences paired by sample. At most 100 stopped trials are listed.
     """
     if against is not None and trial is None:
         raise InvalidQuery("against", f"{against} is compared with one trial; give the other as trial")

@@ -89,8 +89,9 @@ async def serve_trial(
     `model`. A trial may be served as soon as it exists. Serving ends when no request has come for `idle_minutes`, or
     when the served study is cancelled.
 
-    The served study has the team and sharing of the study. If the study is served already, the answer is the served
-    study that the sender of the request may use. A paused served study is the answer only if the sender may resume it.
+    If the study is served already, by a served study that the sender of the request may use, this one is returned and
+    no other is created. A paused one is returned only if the sender may resume it. A served study has the team and
+    sharing of its study.
     """
     has_body = request.headers.get("content-type") is not None or request.headers.get("content-length", "0") != "0"
     options = await read_object(request, ServingOptions) if has_body else ServingOptions()
