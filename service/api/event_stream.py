@@ -52,8 +52,8 @@ WINDOW = 1000
 class EventHub:
     """Hub that sends the events of jobs to HTTP clients as streams. A hub is bound to one asyncio event loop.
 
-    PostgreSQL notifies the hub of new events. Without notifications, as with SQLite, the hub reads the events of each
-    job that a client follows from `store` every `poll_s` seconds.
+    PostgreSQL notifies the hub of new events. Without notifications, as with SQLite, the hub asks `store` every
+    `poll_s` seconds for new events of the jobs that clients follow.
     """
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:

@@ -223,7 +223,7 @@ class _Cursor:
         return new
 
     def id_of(self, record: JobEventRecord) -> int:
-        """Id after which a client that received the event `record` can resume its stream without missing an event."""
+        """Id to send with the event `record`; a client that resumes its stream after this id misses no event."""
         return min(self.position, record.event.id)
 
 

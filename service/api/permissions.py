@@ -294,9 +294,8 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 def needs_throughout(scope: Scope) -> Any:
     """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
-    The dependency refuses the senders that a dependency made by the function `needs` refuses. The value of the
-    dependency is a function that returns the sender of the request with its present rights, or None once the token or
-    session is no longer valid.
+    The dependency refuses the same senders as a dependency made by the function `needs`. Its value is a function that
+    returns the sender of the request with its present rights, or None once the token or session is no longer valid.
     """
 
     def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:

@@ -39,7 +39,7 @@ class Event:
 
     Attributes:
         kind: What happened, such as "trial".
-        id: Position among the stored events, ascending; None for "progress" and "end".
+        id: Id of the stored event, after which a stream can be resumed; None for "progress" and "end".
         time: Time in RFC 3339; None for "progress" and "end".
         payload: Details as JSON, which depend on the kind.
         job: Id of the job, in the stream of all jobs; None in the stream of one job.

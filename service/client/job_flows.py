@@ -398,8 +398,8 @@ def edit(job: Reference, changes: Mapping[str, Any], *, version: int | None = No
         job: Id of a study, or a document that the server returned for a job of any kind.
         changes: New values, keyed by name: "name", "description", "tags", "notes" and "priority"; for a study also
             "max_trials", "replicas" (the number of engines) and "limits". Options that are left out keep their values.
-        version: The "version" of the job as you read it, so that edits by others are not lost; None edits the job even
-            if others have edited it meanwhile.
+        version: The "version" of the job as you read it, so that edits by others are not lost; None edits the job
+            whatever its version is.
 
     Returns:
         The server's JSON document that describes the job after the edit.

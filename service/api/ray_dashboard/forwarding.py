@@ -211,9 +211,9 @@ def _headers(answer: httpx.Response, how: Treatment) -> dict[str, str]:
 async def _shown(answer: httpx.Response, path: str, how: Treatment) -> bytes:
     """Read the JSON body of a response of Ray's dashboard, and remove secrets from it.
 
-    `path` is the requested path, which messages name. `how` is the treatment of the answer: if it is LOG_LIST, logs
-    that users may not read are removed too. Raises Refusal (502) if the body is too large or not JSON, and Unavailable
-    if the body does not arrive in time.
+    `path` is the requested path, which error messages name. `how` is the treatment of the answer: if it is LOG_LIST,
+    logs that users may not read are removed too. Raises Refusal (502) if the body is too large or not JSON, and
+    Unavailable if the body does not arrive in time.
     """
     body = bytearray()
     try:

@@ -630,7 +630,7 @@ def _own_key(sender: Principal, key: str | None) -> str | None:
 
     `key` is the key that the client sent. At a server with accounts, the stored key consists of the word "user", the
     user's name and a hash of `key`, separated by spaces. A client cannot send a key with a space, so it cannot send a
-    stored key.
+    stored key. At a server without accounts, `key` is stored unchanged.
     """
     if key is None or sender.account is None:
         return key
