@@ -165,17 +165,17 @@ class Exports:
     async def delete(self, record: ExportRecord, *, note: Callable[[], None] = lambda: None) -> None:
         """Delete an export (a merged model for download) and its files.
 
-        `note` is called in the transaction of the deletion. Raises NotFound if the export does not exist, and Conflict
-        if the export is being written or downloaded.
+        `note` is called in the transaction of the deletion, for example to write the audit log. Raises NotFound if the
+        export does not exist, and Conflict if the export is being written or downloaded.
         """
         await in_thread(Work.WRITE, self._delete, (record,), note=note)
 
     async def delete_job(self, job_id: str, *, noun: str, note: Callable[[], None] = lambda: None) -> None:
         """Delete a job that has ended, with its exports. `noun` is the word for the job in messages, such as "study".
 
-        `note` is called in the transaction of the deletion. Raises NotFound if there is no such job, and Conflict if
-        the job has not ended or one of its models is being written or downloaded. Nothing is deleted if an error is
-        raised.
+        `note` is called in the transaction of the deletion, for example to write the audit log. Raises NotFound if
+        there is no such job, and Conflict if the job has not ended or one of its models is being written or downloaded.
+        Nothing is deleted if an error is raised.
         """
         await in_thread(Work.WRITE, self._delete_job, job_id, noun=noun, note=note)
 

@@ -2,7 +2,7 @@
 
 The checks import torch and lm-eval and read models. They run outside the server's process, with limits of elapsed time,
 processor time and memory. Therefore no request's body can stop the server, and no client can stop the requests of
-another client. If jobs run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
+another client. If jobs run on other machines, the checks run on the head node of the Ray cluster (`NodeCalls.place`).
 """
 
 from __future__ import annotations
@@ -238,10 +238,9 @@ class PreflightProcess:
         return await self._of_models(client, search_models, access, under=under, text=text, limit=limit)
 
     async def _of_models(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call `function`, which opens models, on the machine where jobs read models.
+        """Call `function`, which opens models, on the node of the Ray cluster that checks jobs, if there is one.
 
-        This is a node of the Ray cluster or, if jobs run on this machine, a validator process here. `client` names the
-        sender of the request.
+        Otherwise it is called in a validator process on this machine. `client` names the sender of the request.
         """
         async with self._queue.turn(client):
             node = None if self._cluster is None else (await self._waited(_place(self._cluster)))[0]
@@ -367,7 +366,7 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def search_models(access: FileAccess | None, **options: Any) -> FoundModels:
-    """Find models by `workers.models.listing.find_models`, with the same arguments.
+    """Find models by the function `find_models` of `workers.models.listing`, with the same arguments.
 
     Raises InvalidQuery if the directory to search cannot be searched.
     """

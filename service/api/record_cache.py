@@ -34,8 +34,8 @@ Result = TypeVar("Result")
 class Version(NamedTuple):
     """Version of a study's results: it grows whenever the results may have changed.
 
-    `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of its last
-    event.
+    `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of the study's
+    last event.
     """
 
     attempt: int

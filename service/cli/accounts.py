@@ -1,7 +1,7 @@
 """Commands `users`, `teams` and `tokens`, which change the server's database directly, and the command `login`.
 
-Every system user who can open the database may use these commands. They create the first administrator, and replace
-lost tokens.
+Every system user who can open the database may use the first three commands. They create the first administrator, and
+replace lost tokens.
 """
 
 from __future__ import annotations

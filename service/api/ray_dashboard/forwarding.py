@@ -79,8 +79,8 @@ class DashboardProxy:
         `method` is GET or HEAD; `parameters` are the decoded parameters of the query.
 
         Raises:
-            Refusal: The request is not forwarded (403), Ray does not know the object (404), does not accept the
-                parameters (422), or failed (502).
+            Refusal: The request is not forwarded (403), Ray does not know the requested object (404), does not accept
+                the parameters (422), or failed (502).
             Unavailable: Ray does not answer, or not in time.
         """
         asked = target(path, parameters)

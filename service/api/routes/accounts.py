@@ -462,7 +462,7 @@ def list_audit(
 ) -> Response:
     """List who changed what: the audit log, oldest entries first. Only administrators of the server may do this.
 
-    With `sort=-id`, newest entries are first, and `before` takes the smallest id of the previous page.
+    With `sort=-id`, newest entries are first. Then the next page is requested with the smallest id so far as `before`.
     """
     entries = services.accounts.audit(
         after=after, before=before, limit=limit, user=user, target=target, newest_first=sort == "-id"

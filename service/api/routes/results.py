@@ -590,7 +590,7 @@ async def get_picture(
 ) -> Response:
     """A small picture of a sample that is an image.
 
-    Pictures were stored when the search ended; the server reads no file of the task. All trials share a sample's
+    Pictures are stored when the search ends, so this request reads no file of the task. All trials share a sample's
     picture, and pictures do not change.
     """
 
@@ -812,7 +812,7 @@ async def get_pareto(
         str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
     ] = None,
 ) -> Response:
-    """The Pareto front: the trials scored on all samples that no other trial dominates.
+    """The Pareto front: of the trials that are scored on all samples, those that no other one dominates.
 
     If the parameter `prefer` has weights of the objectives, the document also says which trial of the front is best by
     these weights.

@@ -56,7 +56,7 @@ def _served(
 ) -> JobRecord:
     """Find the served study with the id `served_id`, and check that the sender of the request may use it.
 
-    The sender must also have the right to use models of the study whose trials are served.
+    The sender must also have the right to use the study whose trials are served.
     """
     job = found_job(services, sender, served_id, SERVING, Right.USE)
     try:
@@ -183,8 +183,8 @@ async def _forwarded(request: Request, services: Services, served: JobRecord, pa
     """Send a request to the driver of a served study, and pass its answer on while it arrives.
 
     The driver is the process that completes prompts, and `path` is the path of the request at its HTTP application. The
-    request to the driver is cancelled when the client closes the connection. The stored address is used only while the
-    driver that stored it works on the job, because another program may listen there later. Raises Refusal if serving
+    request to the driver is cancelled when the client closes the connection. A driver stores its address, which is used
+    only while this driver works on the job, because another program may listen there later. Raises Refusal if serving
     has ended, and Unavailable if no driver answers.
     """
     if request.method == "POST":
