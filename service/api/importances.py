@@ -105,7 +105,7 @@ class Importances:
     async def _read(
         self, study: JobRecord, objective: Objective, version: Version
     ) -> tuple[list[TrialResult], Mapping[int, Mapping[str, Any]]]:
-        """Read the trials of a study, and the trials' configurations, keyed by trial number.
+        """Read the trials that have a value of `objective` and a configuration, and the configurations by trial number.
 
         The data have at least the changes up to `version`.
         """

@@ -196,8 +196,8 @@ class _Cursor:
     """Position of one stream in the events of all jobs, and the ids of later events that the client has already.
 
     No event up to the position can be missing, so the stream reads only events with larger ids. The position moves to
-    an event `overlap_s` seconds after the event was read, or earlier if the time of a later event shows that the event
-    is that old.
+    an event `overlap_s` seconds after the event was read, or as soon as the stream has read another event that happened
+    at least `overlap_s` seconds later.
     """
 
     def __init__(self, position: int, overlap_s: float) -> None:

@@ -140,11 +140,11 @@ class Preflight(Protocol):
     ) -> FoundModels:
         """Find models in the directories that jobs of the account `reader` may read.
 
-        `under` is a directory to search in place of these directories, and `text` is a text that models must have; None
-        stands for no such restriction. `limit` is the largest number of models. `reader` is None at a server without
-        accounts. `client` names the sender of the request, so that many requests of one client do not delay other
-        clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible
-        at the moment.
+        `under` is a directory to search in place of these directories. `text` is a text that a model's name, directory
+        or architecture must contain. None stands for no such restriction. `limit` is the largest number of models to
+        return. `reader` is None at a server without accounts. `client` names the sender of the request, so that many
+        requests of one client do not delay other clients' requests. Raises InvalidQuery if `under` cannot be searched,
+        and Unavailable if no search is possible at the moment.
         """
 
     async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:

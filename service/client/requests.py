@@ -1,6 +1,6 @@
 """HTTP requests that the client's generators yield, and functions that read the responses.
 
-A request is sent again if its connection was lost, unless the server would make a change twice. Submissions have an
+A request is sent again if its connection was lost, unless the repetition could make a change twice. Submissions have an
 idempotency key, so they can be repeated.
 """
 

@@ -1,4 +1,4 @@
-"""Limits on the number of requests: of each token and address, of logins, and of requests without a valid token."""
+"""Limits on the number of requests: for tokens, addresses and teams, for logins, and without a valid token."""
 
 from __future__ import annotations
 

@@ -33,7 +33,7 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
 def is_named(authority: str) -> bool:
     """Whether `authority`, the value of the header Host, is a name or an IPv4 address, with or without a port.
 
-    The page's security policy cannot name an IPv6 address.
+    The security policy of the dashboard's page cannot contain an IPv6 address.
     """
     return _AUTHORITY.fullmatch(authority) is not None
 

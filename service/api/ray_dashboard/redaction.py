@@ -103,7 +103,7 @@ def _program(command: str) -> list[str]:
 
 
 def _message(value: Any) -> Any:
-    """Copy of Ray's message about a Ray Job, without the last lines of the job's log that Ray adds to it."""
+    """Copy of Ray's message about a Ray Job, without secrets and without the lines of the job's log that Ray adds."""
     return redacted(value.partition(", last available logs")[0]) if isinstance(value, str) else redacted(value)
 
 
