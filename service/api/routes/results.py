@@ -844,9 +844,9 @@ async def get_holdout(
     request: Request,
     reference: Annotated[int, Query(description="Number of a trial with held-out values.", ge=0, le=MAX_NUMBER)],
 ) -> Response:
-    """List the paired differences of held-out values between the trial `reference` and all others, with intervals.
+    """List each trial's held-out values minus those of the trial `reference`, paired, with confidence intervals.
 
-    The intervals are confidence intervals. The study's summary has these differences with the best trial as reference.
+    The study's summary has these differences with the best trial as reference.
     """
 
     def differences(trials: tuple[TrialResult, ...]) -> bytes:
