@@ -35,8 +35,8 @@ def plan(options: argparse.Namespace) -> int:
 def plan_text(document: PlanDocument) -> str:
     """Format the expected cost of a study on machines of a given kind, as `mergesearch plan` prints it.
 
-    `document` is the plan. The text contains the memory that each part takes on a GPU or a host, the seconds of each
-    phase, the hours in all, and the values for the Helm chart.
+    `document` is the plan. The text contains the memory needed on each GPU and each host, the seconds of each phase,
+    the hours in all, and the values for the Helm chart.
     """
     import yaml
 
