@@ -1,4 +1,4 @@
-"""Computation of a recipe's merged tensors, as one stream for the running engine and for exports.
+"""Computation of a recipe's merged tensors one after another, for running engines and for exports.
 
 Tensors have their names in the merged model in Hugging Face's format.
 """
@@ -362,9 +362,9 @@ class _Computation:
         return self._operands(bank, bank.on_cpu)
 
     def statistics(self, bank: Bank) -> Operands:
-        """The result of the method `operands`, with tensors that have a shape but no contents.
+        """Operands of the merge that have only the method's statistics, for callers that read no weights.
 
-        Nothing is read from the weights in `bank`.
+        The tensors of the sources and the base have the right shape, but no contents (PyTorch's device "meta").
         """
         return self._operands(bank, lambda _: torch.empty(self.tensor.shape, device="meta"))
 
@@ -439,8 +439,8 @@ class _ShardComputation:
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Tensors for computing the shard: (tensors of the sources, tensor of the base or None).
 
-        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard (method
-        `Bank.parts`). `bank` has the weights of the source models.
+        On the CPU these are whole tensors. On a GPU they may have only the elements of the shard (method `Bank.parts`).
+        `bank` has the weights of the source models.
         """
         if kernels.backend(bank.device) == "cpu":
             return sources_of(self.tensor, self.plan, bank, self.shard)
@@ -479,9 +479,9 @@ def _of_whole_models(
 
     Such a merge keeps a share of the task vector of the whole model, not of each tensor. `tensor` is a merged tensor of
     `recipe`; `sources` and `base` are its operands, as (alias of the model, name of the tensor) in `bank`, which has
-    the weights. The first result finds the magnitude thresholds of each source. The second is a number whose sign is
-    the majority sign (method `Bank.majority`), or None if the method uses no majority sign. `compiles` says whether
-    compiled kernels may be used.
+    the weights. The first result has an object for each source, which gives the source's magnitude thresholds. The
+    second result is a number whose sign is the majority sign (method `Bank.majority`), or None if the method uses no
+    majority sign. `compiles` says whether compiled kernels may be used.
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

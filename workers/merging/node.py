@@ -171,9 +171,9 @@ def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
 class Node:
     """Cache of values that one process of a node computes and the other processes read.
 
-    The values are in the directory `shared`. With None, nothing is shared and this process computes every value. The
-    name of a value is a tuple of plain values, which is the same in all processes. The first element of the tuple is
-    the kind of value, such as "norm" or "rule".
+    The values are in the directory `shared`. If `shared` is None, this process computes every value itself. A value is
+    found by its name: a tuple that is the same in all processes, and begins with the kind of value, such as "norm" or
+    "rule".
     """
 
     def __init__(self, shared: SharedDirectory | None = None) -> None:

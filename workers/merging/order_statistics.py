@@ -123,10 +123,10 @@ class TieOrder:
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that drops the element at `threshold`.
+        """The lowest threshold that drops the element whose magnitude and tie-breaking mark are `threshold`.
 
-        Usually the result has the same magnitude and the next larger tie-breaking mark. If the field `keeps_equal` is
-        True, elements of equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
+        Usually the result has the same magnitude and the next larger mark. If the field `keeps_equal` is True, elements
+        of equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -151,11 +151,10 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 bounds: elements outside of them are compared with the threshold by magnitude alone.
+        """Two float32 numbers: only elements with a magnitude between them need their tie-breaking marks compared.
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
-        least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
-        mark: their magnitudes are from the magnitude of the field `low` to the magnitude of the field `high`. If no
+        least the second number reaches the threshold. All other elements must be compared by magnitude and mark. If no
         element reaches the threshold, the second number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
@@ -348,16 +347,16 @@ class Words(Protocol):
         ...
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        """The words (sort keys, uint64) with the prefix `prefix`, followed by `shift` further bits.
+        """The words (sort keys, uint64) that begin with `prefix`, which is followed by `shift` more bits in each word.
 
-        At most `most` words may begin with `prefix`.
+        The caller knows that there are at most `most` such words.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The n-th largest element of several tensors, as the function `selected` found it.
+    """The element that the function `selected` found among the elements of several tensors.
 
     `threshold` has the element's magnitude and its tie-breaking mark, and `tensor` is the index of the tensor that
     contains it. `num_equal` is the number of elements of all tensors that have the same magnitude.

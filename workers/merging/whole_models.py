@@ -193,8 +193,8 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements the interface `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and
-    the keys are in the order of their magnitudes.
+    implements the interface `order_statistics.Words`. The elements are those of the task vector of `tensor`; sorting
+    them by key sorts them by magnitude.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

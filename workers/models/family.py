@@ -314,9 +314,9 @@ class LocatedFamily:
         """Open and check the base model and all experts.
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
-        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
-        names by which messages call models that are not experts, keyed by alias. Raises InvalidModel with every problem
-        of every model.
+        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` maps
+        aliases to what messages call these models; by default a model is called an expert, with its alias. Raises
+        InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})

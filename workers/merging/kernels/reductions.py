@@ -87,7 +87,7 @@ def variable_squares(
 
     Returns three values:
 
-    - the comparison by which a kernel decides whether an element is included
+    - how a kernel has to compare elements with the threshold: by variance alone, or by variance and tie-breaking mark
     - the exact threshold
     - for each source, the sum of the squares of the included elements of its task vector
     """

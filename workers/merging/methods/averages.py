@@ -166,11 +166,11 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 @merges("nuslerp_columns", peak=Peak(0, 25, more_on_gpu=16))
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """Spherical interpolation of two tensors, separately for each of their vectors along the first dimension.
+    """Spherical interpolation of two tensors, each column by its own angle.
 
-    Each pair of vectors is interpolated by the angle between them. The method `nuslerp_rows` does the same along the
-    last dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
-    `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
+    A column is a vector along the first dimension. The method `nuslerp_rows` does the same for vectors along the last
+    dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`. `weights`
+    are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -212,7 +212,7 @@ def nuslerp_rows_task_vectors(
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """The base plus the spherical interpolation of two task vectors along the first dimension (`nuslerp_columns`).
+    """The base plus the spherical interpolation of two task vectors column by column (`nuslerp_columns`).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
     w_1 and w_2 of the two task vectors; in the interpolation, the second task vector has the share w_2 / (w_1 + w_2).

@@ -88,7 +88,7 @@ class CutRanks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all elements of the task vector are dropped; the rank `smallest` is then below the rank `largest`."""
+        """Whether no element of the task vector is kept."""
         return self.smallest < self.largest
 
 

@@ -238,19 +238,16 @@ def m3_ties_majority(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """TIES-Merging with interpolation as in the code of Mixup Model Merge (M3), where the majority sign decides ties.
+    """TIES-Merging with an interpolation in place of the mean, as in the code of Mixup Model Merge (M3, appendix H).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Trimming keeps the share k
     of each task vector's elements. The elected sign of an element is the sign of the sum of the trimmed task vectors.
-    Where this sum is zero, the elected sign is the sign of `majority`; by default `majority` has the sign elected for
-    most elements of the tensor. Only elements that have the elected sign are merged. The result is multiplied by lambda
-    and added to the base. The method is described in M3's appendix H.
+    Where this sum is zero, the elected sign is the sign of `majority`; by default it is the sign elected for most
+    elements of the tensor. The function `consensus.disjoint_majority_interpolation` interpolates the task vectors that
+    have the elected sign. The result is multiplied by lambda and added to the base.
 
-    The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
-    interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
-    models that do not keep an element are divided equally among the models that keep it. For two models the result
-    equals the result of the authors' code. The result is continuous in the weights, and for equal weights it is the
-    result of the function `ties_majority`.
+    The authors' code merges only two models; for two models the results are equal. Equal weights give the result of the
+    function `ties_majority`.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -274,17 +271,16 @@ def m3_dare_ties(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """DARE, then TIES with Mixup Model Merge's interpolation (M3, table 7), in the order of the authors' code.
+    """DARE, and after it TIES with the interpolation of Mixup Model Merge (M3, table 7), as in the authors' code.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A random mask keeps the
     share density_t of the elements of task vector t. The kept elements are divided by density_t, and the other elements
     are set to zero. `keys` has the mask's key for each model. Then the function `m3_ties_majority` trims the task
-    vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a
-    number whose sign is elected where the trimmed task vectors sum to zero; None is the sign elected for most
-    elements). k is a share of all elements, including the elements that DARE has set to zero. With equal weights the
-    result is the same as by DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the
-    magnitudes of its task vector after the mask, from which trimming takes its threshold; None computes the threshold
-    without a table.
+    vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority`, whose
+    meaning is described there. k is a share of all elements, including the elements that DARE has set to zero. With
+    equal weights the result is the same as by DARE with TIES in MergeLM. `magnitudes` has, for each model, a
+    precomputed table of the magnitudes of its task vector after the mask, from which trimming takes its threshold; None
+    computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -573,14 +569,14 @@ def breadcrumbs(
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and smallest elements of task vectors.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector the elements of
-    largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements of smallest magnitude
-    are also set to zero, so that the share density_t of all elements is left (function `sparsify.cut_both_ends`).
-    `lambdas`, `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models.
-    With `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task
-    vector, as in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from
-    which trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the
-    rule that breaks ties between elements of equal magnitude.
+    plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector, the share
+    gamma_t of the elements, those of largest magnitude, is set to zero. Of the others, the largest ones are kept, the
+    share density_t of all elements, and the rest is set to zero (function `sparsify.cut_both_ends`). `lambdas`,
+    `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models. With
+    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector, as
+    in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
+    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
+    that breaks ties between elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)

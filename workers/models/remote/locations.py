@@ -83,8 +83,8 @@ def id_of(directory: Path) -> str | None:
 def source_name(directory: Path) -> str:
     """Name of the model in a directory that the function `locate` returned, such as ID@COMMIT for a hub model.
 
-    Names of hub models are valid on any machine. The name of a model in an object store is its URL while its weights
-    are not on this machine. The name of any other model is its directory.
+    A model in an object store is named by its URL until its weights have been downloaded to this machine. Otherwise a
+    model that is not on the hub is named by its directory. Names of hub models are valid on any machine.
     """
     if name := id_of(directory):
         return f"{name}@{commit_of(directory)}"
