@@ -282,7 +282,7 @@ class _Computation:
 
         `tensor` is one of the merged tensors that `plan` lists, and `bank` has the weights of the source models. With
         `compiles=False` the plain torch function of the method computes the tensor. Statistics of single tensors are
-        then not looked up, because this function computes them itself.
+        then not looked up, because the torch function computes them itself.
         """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]

@@ -2,14 +2,14 @@
 
 Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
 element's index (module `workers.merging.masks`, with the key 0) times an odd factor that differs between sources,
-modulo 2^32. Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements,
-and no position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at
-a threshold.
+modulo 2^32. Below index 2^32 no two marks are equal, so there are no ties: a method that is to keep n elements keeps
+exactly n, and none is preferred for its position. In bfloat16 equal magnitudes are common: a tenth of all elements may
+have the magnitude at a threshold.
 
 A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
 among the few elements that the table leaves undecided. A single merge needs only one or two ranks, and finds their
 elements by selection without a table (class `Selection`). Selection takes less time than sorting. The module
-`workers.merging.statistics` computes both.
+`workers.merging.statistics` makes tables and selections.
 """
 
 from __future__ import annotations
@@ -316,10 +316,9 @@ class MagnitudeTable:
     def _is_tied(self, first: int, last: int) -> bool:
         """Whether many elements may have the same magnitude as the table's entry `first` or `last`.
 
-        `first` and `last` are indices of entries. The table contains an entry for every 128th element only. If two
-        adjacent entries have the same magnitude, all elements between these two have the same magnitude. Therefore the
-        result is True if the entry before `first` has the magnitude of `first`, or if the entry after `last` has the
-        magnitude of `last`.
+        `first` and `last` are indices of entries. The table has an entry for every 128th element. If the entry before
+        `first` has the magnitude of `first`, all elements between these two entries have this magnitude, and the result
+        is True. The same holds for `last` and the entry after it.
         """
         sizes = self._magnitudes
         return bool(

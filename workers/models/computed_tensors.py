@@ -109,8 +109,8 @@ class LowRankExpert(_Changed):
     for all experts together. The value is weight + scaling x B_e A_e, where A_e and B_e are the parts of `a` and `b`
     for expert e = `number`.
 
-    - `a`: [experts x rank, inputs], ordered by expert
-    - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
+    - `a`: [experts x rank, inputs]; row e x rank + r belongs to expert e
+    - `b`: [outputs, rank x experts]; column r x experts + e belongs to expert e
     - `first_row`: the row of the expert's whole matrix [outputs, inputs] at which the weight begins; a weight may be
       stored as a part of this matrix
     """

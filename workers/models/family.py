@@ -435,8 +435,8 @@ def resolve_family(
 
     An adapter changes the base unless `adapted` maps the adapter's alias to another model. With `any_depth` the models
     may have different numbers of layers, and recipes must name layers that exist. `cache` is the directory of the
-    cache, or None for the default directory. `names` maps the aliases of models that are not experts to the names that
-    messages use for them. Raises InvalidModel with every problem of every model.
+    cache, or None for the default directory. `names` maps aliases to what messages call these models; by default a
+    model is called an expert, with its alias. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))

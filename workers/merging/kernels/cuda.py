@@ -159,7 +159,7 @@ def _ties_of(
 
 @triton.jit
 def _element(p, first, run, stride, SHARD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The index in the whole tensor of the element at the position `p` of the result (`_Places`)."""
+    """Convert the position `p` of an element in the result to its index in the whole tensor (class `_Places`)."""
     return first + p // run * stride + p % run if SHARD else p
 
 

@@ -1,7 +1,7 @@
 """Compiled functions on single elements: loading as float32, common operations, and rounding to the stored dtype.
 
-The function `arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only
-from arithmetic, because the bank refuses sources that contain them.
+The function `arguments.as_array` defines the words in which bfloat16 and float16 are stored. Stored elements are always
+finite, because the bank (module `workers.merging.bank`) refuses sources with infinity or NaN.
 """
 
 from __future__ import annotations

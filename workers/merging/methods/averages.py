@@ -118,7 +118,8 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
     """Factors by which the function `slerp` (spherical interpolation) multiplies its two tensors before the sum.
 
-    `t` is the place between the first tensor (0) and the second (1), and `cos` is the cosine of the angle between them.
+    `t` is the share of the second tensor, from 0 (only the first tensor) to 1 (only the second), and `cos` is the
+    cosine of the angle between them.
     """
     return _circle_weights(t, cos, COLLINEAR)
 
@@ -130,8 +131,7 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
     whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in the method `slerp`, the
     interpolation is spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of
-    nearly equal tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding
-    errors.
+    nearly equal tensors agree in float32.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))

@@ -265,6 +265,7 @@ def consensus_ties(
     tau, follows from equations 6 to 8 of "Automated Model Merging", with the share k of elements kept and without
     lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with tau_t the task vector of the
     model. The elements that matter to at least `agreement` models are multiplied by lambda and added to the base.
+
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
     between elements of equal magnitude.

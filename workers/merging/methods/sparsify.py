@@ -140,17 +140,17 @@ def magnitude_sampled(
 ) -> torch.Tensor:
     """MagPrune (DELLA, arXiv:2406.11617): keep random elements, larger elements of a row with higher probability.
 
-    `tau` is the task vector. The probability of keeping an element is from density - epsilon to density + epsilon, in
-    steps by the rank of its magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key
-    of the random mask. With `rescale`, elements that are kept are divided by their probability. `order` is the rule
-    that breaks ties between equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the
-    smaller element. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None
-    computes them.
+    `tau` is the task vector. The probability of keeping an element grows with the rank of its magnitude in its row, in
+    equal steps from density - epsilon to density + epsilon. A tensor with fewer than two dimensions is one row. With
+    `rescale`, elements that are kept are divided by their probability.
 
-    The paper's epsilon is twice the argument `epsilon`. The paper's drop probability is p_min + epsilon r / n, where
-    rank r is 0 for the largest element. Therefore the smallest element is kept with a probability one step above
-    density - epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density -
-    epsilon.
+    `key` is the key of the random mask. `order` is the rule that breaks ties between equal magnitudes; in recipes of
+    format 1, the earlier of two equal elements counts as the smaller element. `ranks` are the precomputed ranks of
+    magnitudes in their rows, where 0 is the smallest; None computes them.
+
+    The paper's epsilon is twice the argument `epsilon`. In a row of n elements, the paper's step is 2 epsilon / n: the
+    largest element is kept with probability density + epsilon, and the smallest with one step more than density -
+    epsilon. With `is_symmetric` the step is 2 epsilon / (n - 1), as in mergekit, so that both ends are reached.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)

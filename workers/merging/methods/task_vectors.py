@@ -80,10 +80,11 @@ def ties(
     equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of the n
     elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the trimmed task vectors.
     Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the result is the base plus
-    lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes` has, for each model, a
-    precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None computes the
-    threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of equal
-    magnitude.
+    lambda times the mean of the trimmed task vectors that have the elected sign.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -106,10 +107,11 @@ def ties_majority(
     sign of `majority`; by default it is the sign elected for most elements of the tensor. Where the trimmed task
     vectors sum to zero, the task vectors that have the majority sign are averaged. The method is TIES as the program
     MergeLM computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of
-    elements that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes`
-    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
-    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
-    elements of equal magnitude.
+    elements that trimming keeps. The merged task vector is multiplied by lambda and added to the base.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -127,12 +129,14 @@ def ties_sum(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are summed, not averaged.
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. For each element, the
-    elected sign is the sign of the sum of the trimmed task vectors. This method is TIES with the option "sum" in the
-    code of the benchmark MergeBench. k is the share of elements that trimming keeps; the merged task vector is
-    multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed table of its task
-    vector's magnitudes, from which trimming takes its threshold; None computes the threshold without a table. `orders`
-    has, for each model, the rule that breaks ties between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. k is the share of elements
+    that trimming keeps. For each element, the elected sign is the sign of the sum of the trimmed task vectors. The sum
+    of those that have the elected sign is multiplied by lambda and added to the base. This method is TIES with the
+    option "sum" in the code of the benchmark MergeBench.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -159,9 +163,11 @@ def ties_weighted(
     vectors that have the elected sign are added. With `normalize`, the weighted sum of the task vectors that have the
     elected sign is divided by the sum of the weights of these task vectors. The merged task vector is multiplied by
     lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of magnitudes that they had
-    before trimming. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
-    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
-    that breaks ties between elements of equal magnitude.
+    before trimming.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -186,9 +192,11 @@ def ties_peft(
     have a number for each model; a density is the share of elements that trimming keeps. For each element, the elected
     sign is the sign of the sum of the trimmed task vectors, or positive where this sum is zero. The weighted sum of the
     trimmed task vectors that have the elected sign is divided by the number of these task vectors, and added to the
-    base. The evolutionary merge search GENOME uses this form of TIES. `magnitudes` has, for each model, a precomputed
-    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
-    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    base. The evolutionary merge search GENOME uses this form of TIES.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -278,9 +286,10 @@ def m3_dare_ties(
     are set to zero. `keys` has the mask's key for each model. Then the function `m3_ties_majority` trims the task
     vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority`, whose
     meaning is described there. k is a share of all elements, including the elements that DARE has set to zero. With
-    equal weights the result is the same as by DARE with TIES in MergeLM. `magnitudes` has, for each model, a
-    precomputed table of the magnitudes of its task vector after the mask, from which trimming takes its threshold; None
-    computes the threshold without a table.
+    equal weights the result is the same as by DARE with TIES in MergeLM.
+
+    `magnitudes` has, for each model, a precomputed table of the magnitudes of its task vector after the mask, from
+    which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -569,14 +578,15 @@ def breadcrumbs(
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and smallest elements of task vectors.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector, the share
-    gamma_t of the elements, those of largest magnitude, is set to zero. Of the others, the largest ones are kept, the
-    share density_t of all elements, and the rest is set to zero (function `sparsify.cut_both_ends`). `lambdas`,
-    `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models. With
-    `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task vector, as
-    in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
-    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
-    that breaks ties between elements of equal magnitude.
+    plus, for each model t, lambda_t times the sparse task vector of the model. It is the task vector with the largest
+    elements (in magnitude), the share gamma_t, set to zero, and with so many of the smallest elements set to zero that
+    the share density_t is left (function `sparsify.cut_both_ends`). With `rescale`, the remaining elements of a task
+    vector are scaled to the sum of magnitudes of the whole task vector, as in mergekit.
+
+    `lambdas`, `densities` and `gammas` have a number for each model; the paper uses one lambda for all models.
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which thresholds are
+    taken; None computes the thresholds without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -609,9 +619,11 @@ def breadcrumbs_ties(
     `densities` and `gammas` have these shares for each model. With `rescale`, the remaining elements are scaled to the
     sum of magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their
     weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without
-    `normalize`, a weighted sum is used in place of the mean. `magnitudes` has, for each model, a precomputed table of
-    its task vector's magnitudes, from which thresholds are taken; None computes the thresholds without a table.
-    `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    `normalize`, a weighted sum is used in place of the mean.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which thresholds are
+    taken; None computes the thresholds without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
