@@ -36,10 +36,10 @@ def bank_for(
 ) -> Bank:
     """Choose the device for computing one merged tensor, and return the bank (the source weights) with this device.
 
-    The result is `bank` itself, or the same bank for the CPU. The CPU is used if computing `tensor`, one of the merged
-    tensors that `plan` lists, takes more memory (function `peak_bytes`) than the bank's device has for merging
-    (attribute `Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is the number of elements that are
-    computed, if a kernel computes only a part of the tensor; None means all elements.
+    The result is `bank` itself, or a bank that has the same weights and computes on the CPU. The CPU is used if
+    computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (function `peak_bytes`) than the
+    bank's device has for merging (attribute `Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is
+    the number of elements that are computed, if a kernel computes only a part of the tensor; None means all elements.
     """
     if bank.room_bytes is None or bank.device.type == "cpu":
         return bank

@@ -264,7 +264,7 @@ def _locked(path: Path, waits_for: str) -> Iterator[None]:
 
 
 def _read(file: Path) -> list[Any]:
-    """Read the value that another process stored in `file`; return it as the only item of a list.
+    """Read the value that another process stored in `file`, as a list with one item.
 
     The list is empty if no value can be read.
     """
@@ -274,7 +274,7 @@ def _read(file: Path) -> list[Any]:
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store a value in `file` for the other processes of the node, given as the only item of a list.
+    """Store the only item of the list `value` in `file`, for the other processes of the node.
 
     If there is no room, a warning is logged and nothing is stored. Each of the other processes then computes the value
     itself.

@@ -106,7 +106,7 @@ class TieOrder:
     def factor(self) -> int:
         """Odd factor that turns the hash of an element's index into the element's tie-breaking mark.
 
-        The factor is the hash of index 0 with the key `key`, with the last bit set.
+        The factor is the hash of index 0 with the key `key`, with its last bit set to 1.
         """
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
@@ -139,9 +139,9 @@ class Trim:
 
     Elements are ordered by the pair (magnitude, mark); the mark is a number that breaks ties. To keep n elements, the
     threshold is the pair of the n-th largest element. If `low` equals `high`, this pair is the threshold. Otherwise
-    fewer than SPACING elements (a constant) lie strictly between the bounds. Of these elements in ascending order,
-    counted from 0, the element number `num_smaller` is the n-th largest; its pair is the threshold. `is_tied` says
-    whether the range of magnitudes from `low` to `high` may contain more than MOST_LEFT elements (a constant).
+    fewer than SPACING elements (a constant) lie strictly between the bounds. The n-th largest is the one of these
+    elements that is larger than exactly `num_smaller` of them; its pair is the threshold. `is_tied` says whether the
+    range of magnitudes from `low` to `high` may contain more than MOST_LEFT elements (a constant).
     """
 
     low: Threshold

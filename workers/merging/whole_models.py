@@ -98,9 +98,9 @@ class WholeTaskVector:
 
     `names` are the names of the tensors, and `num_elements` is the number of elements of all tensors together. `read`
     returns a tensor by its name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank
-    n takes two to five passes over the expert and the base. The first pass counts elements by their first bits, which
-    is the same for all ranks. These counts (512 KiB) are kept, so that each further rank takes one pass less. The
-    results are also kept.
+    n takes two to five passes over the expert and the base. The first pass, which counts elements by the first bits of
+    their magnitudes, is the same for all ranks. Its counts (512 KiB) are kept, so that each further rank takes one pass
+    less. The results are also kept.
     """
 
     def __init__(

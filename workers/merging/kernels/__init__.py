@@ -1,4 +1,4 @@
-"""Fused merge kernels: of most methods for the CPU (Numba), of the methods that searches use most for CUDA (Triton).
+"""Fused merge kernels: for the CPU (Numba) of most methods, for CUDA (Triton) of the methods that searches use most.
 
 On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. A kernel needs
 one pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The

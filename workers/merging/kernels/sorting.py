@@ -304,9 +304,9 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
     """Count the elements whose sort keys begin with the bits `prefix`, by the digit that follows the prefix.
 
     `numbers` computes the number by which each element is sorted, such as its magnitude. A sort key ("word") has 64
-    bits: this number, then the element's tie-breaking mark. A counted key consists of the prefix, a digit of LOWER
-    bits, and `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count for each
-    value of the digit.
+    bits: this number, then the element's tie-breaking mark. A counted key consists of the prefix, a digit of LOWER bits
+    (a constant), and `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count
+    for each value of the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)

@@ -234,11 +234,12 @@ def model_stock(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The factor is t = N cos /
     (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task vectors of this tensor. A
-    task vector of norm at most 1e-8 counts as orthogonal to the other task vectors. If the denominator is zero, the
-    result is the base. If the denominator is near zero, the magnitude of t is large. If t is below -N or above 1,
-    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`. The lower
-    bound is -N because, for models at equal distances from the base, the result with t = -N is as far from the base as
-    the models are. `products` are the precomputed inner products of the task vectors; None computes them.
+    task vector of norm at most 1e-8 counts as orthogonal to the other task vectors. `products` are the precomputed
+    inner products of the task vectors; None computes them.
+
+    If the denominator of t is zero, the result is the base. If t is below -N or above 1, InvalidRecipe is raised or,
+    with `unbounded`, a warning is logged. The message names the tensor by `name`. The lower bound is -N because, for
+    models at equal distances from the base, the result with t = -N is as far from the base as the models are.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

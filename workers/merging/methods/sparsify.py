@@ -173,10 +173,9 @@ def row_width(tensor: torch.Tensor) -> int:
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
     """The parameters of MagPrune's rule for the probability of keeping an element, in a row of `width` elements.
 
-    The parameters are (origin, start, step). An element is kept with the probability start + |rank - origin| step,
-    where its rank is its place in the row in ascending order of magnitude, from 0. Probabilities are from density -
-    epsilon to density + epsilon. With `is_symmetric` both ends are reached; without `is_symmetric` only the upper end
-    is reached.
+    The parameters are (origin, start, step). An element is kept with the probability start + |rank - origin| step.
+    Ranks are counted in the row from 0, the smallest magnitude. Probabilities are from density - epsilon to density +
+    epsilon. With `is_symmetric` both ends are reached; without `is_symmetric` only the upper end is reached.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -199,17 +198,16 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
     """Scale a sparse task vector to the L1 norm of the whole task vector `tau`, as in mergekit.
 
-    `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed sum of magnitudes of `tau`; None
-    computes it. The sparse task vector is returned unchanged if its sum of magnitudes, or the sum of magnitudes of
-    `tau`, is below 1e-7.
+    `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed L1 norm of `tau`; None computes
+    it. The sparse task vector is returned unchanged if its L1 norm or that of `tau` is below 1e-7.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """Factor that restores the sum of magnitudes of a task vector after elements were dropped.
+    """Factor that restores the L1 norm of a task vector after elements were dropped.
 
-    `before` is the sum of magnitudes of the whole task vector. `after` is the sum of magnitudes after elements were
-    dropped. The factor is `before` / `after`, or 1 if one of the two sums is below 1e-7.
+    `before` is the L1 norm of the whole task vector, and `after` is the L1 norm after elements were dropped. The factor
+    is `before` / `after`, or 1 if one of the two norms is below 1e-7.
     """
     return 1.0 if min(before, after) < NO_NORM else before / after

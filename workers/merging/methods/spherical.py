@@ -1,6 +1,6 @@
 """Spherical means of several models: Multi-SLERP and the Karcher mean.
 
-Both are weighted sums of the models, whose weights follow from inner products alone.
+Both are weighted sums of the models. The factors of the models follow from the inner products of the models alone.
 """
 
 from __future__ import annotations

@@ -162,8 +162,8 @@ def ties_weighted(
     sign is the sign of the weighted sum of the trimmed task vectors, or positive where this sum is zero. Only task
     vectors that have the elected sign are added. With `normalize`, the weighted sum of the task vectors that have the
     elected sign is divided by the sum of the weights of these task vectors. The merged task vector is multiplied by
-    lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of magnitudes that they had
-    before trimming.
+    lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the L1 norm that they had before
+    trimming.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -254,8 +254,8 @@ def m3_ties_majority(
     elements of the tensor. The function `consensus.disjoint_majority_interpolation` interpolates the task vectors that
     have the elected sign. The result is multiplied by lambda and added to the base.
 
-    The authors' code merges only two models; for two models the results are equal. Equal weights give the result of the
-    function `ties_majority`.
+    The authors' code merges only two models, and gives the same result for them. With equal weights, the result is that
+    of the function `ties_majority`.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -342,8 +342,8 @@ def dare_linear_l1(
     plus sum_t lambda_t m_t tau_t, with tau_t the task vector of model t. m_t is a random mask that keeps the share
     density_t of the elements. `lambdas`, `densities` and `keys` (the masks' keys) have a value for each model. Unlike
     in the method `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements
-    are scaled to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of
-    magnitudes of its task vector; None computes the sums.
+    are scaled to the L1 norm of the whole task vector. `norms` has, for each model, the precomputed L1 norm of its task
+    vector; None computes the norms.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -389,10 +389,10 @@ def dare_ties_l1(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. DARE keeps elements of
     each task vector at random. `densities` has, for each model, the share that is kept, and `keys` has the key of the
-    random mask. With `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms`
-    has this sum for each model; with None, the sums are computed. Then, for each element, the task vectors that have
-    the sign of their weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base.
-    Without `normalize`, a weighted sum is used in place of the mean.
+    random mask. With `rescale`, the kept elements are scaled to the L1 norm of the whole task vector. `norms` has this
+    norm for each model; None computes the norms. Then, for each element, the task vectors that have the sign of their
+    weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without
+    `normalize`, a weighted sum is used in place of the mean.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -423,7 +423,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model in the merge by method `dare_linear` that equals a merge by method `m3_dare`.
+    """The lambda of each model with which the method `dare_linear` gives the same result as the method `m3_dare`.
 
     A model's lambda is `lambda_` times the model's number in `weights`, divided by the sum of the weights.
     """
@@ -483,10 +483,10 @@ def della_l1(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune (function
     `sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
-    the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the sum of
-    magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted
-    sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a
-    weighted sum is used in place of the mean.
+    the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the L1 norm
+    of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted sum are
+    averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted sum
+    is used in place of the mean.
 
     `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
     model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
@@ -549,8 +549,8 @@ def della_linear_l1(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
     plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune (function
     `sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
-    density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole
-    task vector.
+    density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the L1 norm of the whole task
+    vector.
 
     `lambdas`, `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks`
     has, for each model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for
@@ -581,7 +581,7 @@ def breadcrumbs(
     plus, for each model t, lambda_t times the sparse task vector of the model. It is the task vector with the largest
     elements (in magnitude), the share gamma_t, set to zero, and with so many of the smallest elements set to zero that
     the share density_t is left (function `sparsify.cut_both_ends`). With `rescale`, the remaining elements of a task
-    vector are scaled to the sum of magnitudes of the whole task vector, as in mergekit.
+    vector are scaled to the L1 norm of the whole task vector, as in mergekit.
 
     `lambdas`, `densities` and `gammas` have a number for each model; the paper uses one lambda for all models.
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which thresholds are
@@ -617,9 +617,9 @@ def breadcrumbs_ties(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The largest elements (the
     share gamma) and the smallest elements of each task vector are set to zero, so that the share density is left.
     `densities` and `gammas` have these shares for each model. With `rescale`, the remaining elements are scaled to the
-    sum of magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their
-    weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without
-    `normalize`, a weighted sum is used in place of the mean.
+    L1 norm of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted sum
+    are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted
+    sum is used in place of the mean.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which thresholds are
     taken; None computes the thresholds without a table. `orders` has, for each model, the rule that breaks ties between

@@ -1,9 +1,8 @@
 """Location of models: the directory of a downloaded model, or of a model's metadata if its weights are elsewhere.
 
-If the weights of a model on the hub or in an object store are not on this machine, the model is checked as a
-metadata-only snapshot, which has its files without the contents of the weights. Therefore models are checked before
-their weights are downloaded. A snapshot belongs to one commit, and the download that replaces it belongs to the same
-commit.
+Models are checked before their weights are downloaded. A model on the hub or in an object store whose weights are not
+on this machine is checked as a metadata-only snapshot, which has its files without the contents of the weights. A
+snapshot belongs to one commit, and the download that replaces it belongs to the same commit.
 """
 
 from __future__ import annotations
