@@ -351,14 +351,14 @@ class _Computation:
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
-        """Whole operands of the merge in their stored dtypes on the device of `bank`, with the method's statistics.
+        """The merge's whole operands in their stored dtypes, on the device of `bank`, with the method's statistics.
 
         `bank` has the weights of the source models.
         """
         return self._operands(bank, lambda key: bank.get(*key))
 
     def operands_on_cpu(self, bank: Bank) -> Operands:
-        """The result of the method `operands`, with the tensors on the CPU."""
+        """The same as the result of the method `operands`, with all tensors on the CPU."""
         return self._operands(bank, bank.on_cpu)
 
     def statistics(self, bank: Bank) -> Operands:

@@ -283,7 +283,7 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """The places where a base model and its experts were found, before the models are opened.
+    """The directories where a base model and its experts were found, before the models are opened.
 
     All fields are keyed by alias; the first alias of `given` is the base's alias.
 

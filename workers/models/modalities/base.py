@@ -29,7 +29,7 @@ class Modality:
     - `files`: names of the files besides weights and config.json that define how a model reads data
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
-    - `has_pictures`: whether samples of the modality's tasks have small pictures for people
+    - `has_pictures`: whether samples of the modality's tasks have small pictures for people to look at
     - `runs_on_vllm`: whether engines of vLLM score the models
     - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data
