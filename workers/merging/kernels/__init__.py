@@ -1,4 +1,4 @@
-"""Fused merge kernels: for the CPU (Numba) of most methods, for CUDA (Triton) of the methods that searches use most.
+"""Fused merge kernels: most methods have one for the CPU (Numba), and the methods used most have one for CUDA (Triton).
 
 On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. A kernel needs
 one pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
