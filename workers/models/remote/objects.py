@@ -6,7 +6,7 @@ sha256. A model's files are listed whenever the model is located; the names, siz
 determine the commit of the model. A model's files are downloaded once per machine, to a directory of that commit:
 
     CACHE/models/s3:/BUCKET/FOLDER@COMMIT/    the files; weights have their names once their sha256 is checked
-    CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for times without answer from the store
+    CACHE/models/s3:/BUCKET/FOLDER.latest     the commit last located, used if the store does not answer
 """
 
 from __future__ import annotations
