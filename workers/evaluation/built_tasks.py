@@ -33,7 +33,7 @@ class Subtask:
     - `task`: lm-eval's object, or None if it exists only in the sandboxed process that runs the task's own code
     - `filter`: the name of the lm-eval filter whose results are used; `filters` has the names of all filters of the
       task
-    - `prefix`: the text with which the task itself begins the answer
+    - `prefix`: the beginning of the answer, which the task gives to the model at the end of the prompt (`gen_prefix`)
     - `delimiter`: the text between a prompt and its answer
     - `template`: the Jinja template of the prompts, or "" if they come from a function or a column of the data
     - `options`: the answer options, if all samples have the same options
@@ -57,8 +57,8 @@ class Subtask:
         """The text that lm-eval puts between prompt and answer: the task's delimiter, or "".
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
-        the delimiter. With a chat template, the result is usually "". The exception is a task that itself begins the
-        answer with a text (field `prefix`) that does not end in white space: the result is then the delimiter.
+        the delimiter. With a chat template, the result is "", except after a `prefix` that does not end in white space:
+        then it is the delimiter as well.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""

@@ -279,9 +279,9 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(function, directory)` that imports no code.
 
     lm-eval calls this function for each Python function (`!function`) that a YAML file in `directory` names. The
-    replacement raises InvalidTask if code in the directory must not run: `access` says which directories are trusted,
-    and None trusts all directories. The directories of shipped tasks are always trusted. For a trusted directory, the
-    replacement raises OwnCode, or, if `name` is given, returns what `name` returns for the function's name.
+    replacement raises InvalidTask if `access` does not trust the directory. Without `access` all directories are
+    trusted, and directories of shipped tasks always are. For a trusted directory the replacement raises OwnCode, which
+    tells the caller to build the task in a sandbox; or, if `name` is given, it returns `name(function)`.
     """
 
     def guarded(function: str, directory: Path) -> Any:

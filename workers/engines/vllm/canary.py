@@ -67,12 +67,11 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between log-probabilities of the engine and of transformers that rounding may cause.
+        """Largest difference between log-probabilities of the engine and of transformers that rounding explains.
 
-        For "float32" it is the largest absolute difference; for 16-bit dtypes it is the root mean square of the
-        differences (function `typical_difference`). The tolerance is a multiple of the field `rounding`, the measured
-        effect of rounding the weights, but not below a minimum for each dtype. If the field is None, the tolerance is a
-        constant for each dtype.
+        The function `typical_difference` measures the difference: for "float32" the largest one of all tokens, for
+        16-bit dtypes the root mean square over tokens. The tolerance is a multiple of the field `rounding`, but not
+        below a minimum for each dtype. If the field is None, the tolerance is a constant for each dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]

@@ -99,10 +99,10 @@ class Engine:
     The class implements the interface `workers.evaluation.prompts.Backend`: an engine generates and scores with the
     merge that it holds, at first the base model. `family` are the base and the experts. `name` is the name of the
     engine's replica, and `log_file` is the file that messages about a failed start refer to. `most_engines` is the
-    largest number of equal engines in the cluster, for which the host's memory is planned; None means one for each GPU.
-    Raises EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
-    InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
-    log-probabilities differ from transformers' log-probabilities.
+    largest number of such engines that may run in the cluster at once, which limits the host memory that each may use;
+    None means one for each GPU. Raises EngineUnavailable, with the reason, if the models cannot be opened or vLLM
+    cannot start or compute. Raises InvalidModel if contents of source models have changed or cannot be used. Raises
+    EngineFault if the engine's log-probabilities differ from transformers' log-probabilities.
     """
 
     def __init__(
@@ -406,9 +406,9 @@ class Engine:
         """Generate completions, and pass their texts on after each step of the engine, until no completion is left.
 
         `take` is called before each step, and returns the completions that begin with this step. The argument of `take`
-        says whether completions are being generated. If `take` raises an error, all completions end, and the error is
-        raised. Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a
-        completion ends.
+        says whether earlier completions are still being generated; if it is False and `take` returns nothing, the
+        method ends. If `take` raises an error, all completions end, and the error is raised. Raises TrialFailed if the
+        model's logits were NaN or infinite at any step; this is checked whenever a completion ends.
         """
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -576,11 +576,10 @@ class Engine:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the class `MergeExtension` in every process of the engine, and combine the results.
 
-        The class is this project's extension of vLLM's worker class; `method` is the name of its method, and `args` and
-        `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). For counts of logit
-        rows with NaN or infinity, the result is the maximum over the ranks. For counts of elements read, the result is
-        the sum. Different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or
-        in the number of merges that were written into them.
+        `method` is the name of the method, and `args` and `kwargs` are its arguments. With tensor parallelism there are
+        several processes (ranks). Their results are combined according to what they mean: for example, the numbers of
+        elements read are added, and different checksums are joined by "+". Raises EvidenceMismatch if the ranks do not
+        hold the same merge.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

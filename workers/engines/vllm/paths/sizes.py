@@ -1,4 +1,4 @@
-"""The number of layers in a path engine's pool, computed from sizes in bytes without allocating memory."""
+"""The number of layers that an engine for layer paths keeps in its pool, computed from sizes in bytes."""
 
 from __future__ import annotations
 
