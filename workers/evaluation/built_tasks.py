@@ -37,7 +37,8 @@ class Subtask:
     - `delimiter`: the text between a prompt and its answer
     - `template`: the Jinja template of the prompts, or "" if they come from a function or a column of the data
     - `options`: the answer options, if all samples have the same options
-    - `categories`: the names of the inner groups that the subtask belongs to, such as `mmlu_stem`
+    - `categories`: if the study's task is a group of tasks, the names of the groups within it that contain the subtask,
+      such as `mmlu_stem`
     """
 
     name: str

@@ -58,7 +58,8 @@ class Recording:
     """Record of the directories and data of tasks, made by the context manager `recorded_loading`.
 
     `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned them; a key stands for the arguments of the call (function `data_key`).
+    `datasets.load_dataset` returned them; its keys are those that the function `data_key` makes from the arguments of
+    the call.
     """
 
     directories: set[Path] = field(default_factory=set)

@@ -1,10 +1,10 @@
 """Bounds on how much rounding errors of float32 change the log-probabilities of single tokens.
 
-Engine and transformers compute the same sums in other orders. For nearly all tokens their log-probabilities then differ
-by less than 1e-4. A few tokens are unstable: where attention or a prediction depends on numbers that nearly cancel,
-rounding errors grow by orders of magnitude. Whether a token is unstable is measured with transformers alone: the output
-of every module gets random errors of the size of rounding errors, and the spread of the token's log-probability is
-observed.
+An engine and transformers compute the same sums in different orders. For nearly all tokens their log-probabilities
+therefore differ by less than 1e-4. A few tokens are unstable: where attention or a prediction depends on numbers that
+nearly cancel, rounding errors grow by orders of magnitude. Whether a token is unstable is measured with transformers
+alone: the output of every module gets random errors of the size of rounding errors, and the spread of the token's
+log-probability is observed.
 """
 
 from __future__ import annotations

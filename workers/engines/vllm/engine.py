@@ -467,9 +467,9 @@ class Engine:
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations, and return (log-likelihood, is greedy) for each of `requests`.
 
-        A continuation is a text whose beginning is given and whose end is scored. The log-likelihood is the
-        log-likelihood of the end. The second value says whether greedy decoding would generate this end. Raises
-        TrialFailed if the model's logits were NaN or infinite at any step.
+        A continuation is a text whose beginning is given and whose end is scored. The log-likelihood of the end is its
+        natural log-probability, given the beginning. The second value says whether greedy decoding would generate this
+        end. Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
         return [
             (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))

@@ -303,12 +303,11 @@ def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _repack(
     packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
 ) -> tuple[str, ...]:
-    """Pack weights again: replace the packed copies in modules whose parameters have changed.
+    """Pack the weights again in those modules whose parameters have changed.
 
-    Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, keyed by name, and `changed` has the changed parameters. `comparable` has the names of the modules
-    whose packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new
-    packed copy differs from the weights.
+    Packed weights are copies in the layout that vLLM's CPU kernels compute with. `packed` has the modules with packed
+    weights, keyed by name, and `changed` has the changed parameters. Returns the names of the modules whose new copy
+    differs from the weights. Only the modules named in `comparable` can be checked for this.
     """
     ids = set(map(id, changed))
     stale = []

@@ -84,11 +84,11 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write layers of the source models into the engine's pool of layers, before the first merge is known.
+        """Write layers of the source models into the engine's pool of layers, so that later swaps have less to write.
 
-        The layers of the base are always written, and are written last. If there is enough room in the pool besides the
-        layers of the longest merge, layers of experts are also written. `bank` has the weights of the source models.
-        `into(name, shape)` returns memory for computing a tensor.
+        The layers of the base are always written. Layers of experts are written only if the pool has room for them
+        beside the layers of the longest merge. `bank` has the weights of the source models. `into(name, shape)` returns
+        memory for computing a tensor.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
