@@ -64,7 +64,7 @@ class Bubblewrap(Confinement):
 
     There are separate namespaces for users, processes, network, mounts, IPC, host name and control groups. The process
     finds its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
-    and `version` is its name and version.
+    and `version` is the text that it prints with --version.
 
     `user` is the number of the user, and of the group, to which the process switches in the method `apply`; with None,
     it does not switch. Only a process that root started can switch. A process that switches has no namespace of users.

@@ -223,8 +223,8 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
     """The documents of each subtask (lm-eval task) of a task with their requests, in the order of the data.
 
-    `settings` are the settings with which prompts are built. For a task that runs code in a sandboxed process, the
-    documents come from this process.
+    `settings` are the settings with which prompts are built. If the task has a sandboxed process (field `code`), the
+    documents come from `code`.
     """
     if task.code is not None:
         return task.code.documents(settings)

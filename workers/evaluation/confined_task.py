@@ -217,9 +217,9 @@ class ConfinedTask(TaskProcess):
     def _answer(self, question: Mapping[str, Any]) -> object:
         """Answer a question of the sandboxed process: render chat messages, or execute programs.
 
-        The process has no tokenizer and may start no processes, so it asks this process. The question has the key
-        "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs. Returns
-        the rendered text, or the outcomes of the programs.
+        The sandboxed process has no tokenizer and may start no processes, so it asks its parent. The question has the
+        key "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs.
+        Returns the rendered text, or the outcomes of the programs.
         """
         if "execute" in question:
             return self._execute([_text(program) for program in question["execute"]], question.get("cpu_s"))

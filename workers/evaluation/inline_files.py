@@ -154,7 +154,7 @@ class _NoTextError(ValueError):
 
 
 def _as_text(value: Any) -> Any:
-    """Refuse a value of a template that would be written as a Python expression: null, a list or an object.
+    """Return a template's value, unless it is null, a list or an object, which Jinja would write as Python code.
 
     Raises _NoTextError for such a value.
     """

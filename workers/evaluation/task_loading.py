@@ -131,9 +131,9 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager in which lm-eval builds tasks with their own Python functions, in a sandboxed process.
 
-    `data` has the data sets that another process has loaded (field `Recording.datasets`), because this process cannot
-    load data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the
-    current directory inside the context; None does not change it.
+    `data` has the data sets that another process has loaded (field `Recording.datasets`), because a sandboxed process
+    cannot load data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is
+    the current directory inside the context; None does not change it.
     """
     import datasets
     import lm_eval.api.task

@@ -43,10 +43,10 @@ def main(questions: str, answers: str) -> None:
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """Describe how vLLM would run a model with the configuration `config`, in an engine of `dtype`.
 
-    The result contains `asked`, the architecture in the configuration. If vLLM refuses the model, there are two more
-    keys:
+    The result contains `asked`, the architectures that the configuration names, joined by ", ". If vLLM refuses the
+    model, there are two more keys:
     - `error`: the reason
-    - `knows`: whether vLLM knows the architecture
+    - `knows`: whether vLLM knows one of them
 
     Otherwise there are these keys:
     - `runs_as`: vLLM's class for the model

@@ -111,8 +111,8 @@ class HeldWeights:
     def _check_written(self, parameters: Collection[str]) -> None:
         """Raise RuntimeError if some elements of `parameters`, or of the model's buffers, have never been written.
 
-        The method `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only
-        buffers that this method has filled are checked.
+        The method `mark_unwritten` has set elements to NaN, so an element that is still NaN was not written. Buffers
+        that `mark_unwritten` did not fill are not checked.
         """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)

@@ -1,8 +1,8 @@
 """Search for the prompt template on which a model's metric is lowest, as in PromptBench.
 
 A search is a generator: it yields templates, and receives the model's metric with each of them. Therefore a search can
-be stopped at any template and repeated later with the same values. The search depends only on the template, the option
-`attack`, the seed, and the words that a fill-mask model proposes.
+be stopped at any template and repeated later with the same values. The search depends only on the template, the
+attack's options, the seed, and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. First, each word in turn is replaced by "[UNK]", and the loss of the metric is

@@ -1,7 +1,7 @@
 """Check that the layers of a family's models can be combined in any order in one model.
 
-For this, the layers must be of one kind, and computed with the same settings. The module `workers.models.compatibility`
-has compared their shapes and positions before.
+For this, the layers must be of one kind, and computed with the same settings. That their tensors have the same shapes
+is checked before (module `workers.models.compatibility`).
 """
 
 from __future__ import annotations

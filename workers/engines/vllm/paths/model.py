@@ -7,8 +7,8 @@ used at several hops, so keys and values belong to the hop, not to the layer: th
 The path is an attribute of the model; compiled code and captured graphs would ignore its changes. Therefore the model
 is neither compiled nor captured, and its engine runs eagerly.
 
-Alignments of the path (package `workers.alignments`) are not parameters, because parameters are written in place. The
-attribute `alignments` has the tensors of the alignments in use, keyed by digest.
+Alignments of the path (package `workers.alignments`) are not parameters of the model. The attribute `alignments` has
+the alignments in use, keyed by digest.
 """
 
 from __future__ import annotations
