@@ -338,7 +338,7 @@ class Engine:
         )
 
     def check(self) -> CanaryReport:
-        """Compare the engine with transformers now, and return how many comparisons it has passed so far.
+        """Compare the engine with transformers now, and return a report on the comparisons that it has passed so far.
 
         Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison is
         on the merge of the recipe that the engine holds. If the engine holds no recipe, or if this comparison is not
