@@ -97,10 +97,10 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 class RowTemplates:
     """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
-    `templates` has the templates under the keys "prompt" and "answer". If a template's expression has a value that is
-    null, a list or an object, the value is written as a Python expression or, if `only_text` is true, refused. Error
-    messages begin with `where`, such as the file's name, and call the answer `answer_name`. Raises InvalidTask for an
-    invalid template.
+    `templates` has the templates under the keys "prompt" and "answer". A value that is null, a list or an object is
+    written as a Python expression; with `only_text`, such a value is an error. In error messages, `where` says where
+    the templates come from, and `answer_name` is the name of the answer's template. Raises InvalidTask for an invalid
+    template.
     """
 
     def __init__(
@@ -150,14 +150,11 @@ class RowTemplates:
 
 
 class _NoTextError(ValueError):
-    """Raised when a template writes a value that is not text, although it accepts only text.
-
-    The message says what the value is, and what may be given instead.
-    """
+    """Raised when an expression in a template has a value that is not text (null, a list or an object)."""
 
 
 def _as_text(value: Any) -> Any:
-    """Refuse a value of a template that would be written as a Python expression: null, a list or an object.
+    """Return a template's value, unless it is null, a list or an object, which Jinja would write as Python code.
 
     Raises _NoTextError for such a value.
     """
@@ -174,10 +171,9 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe, for a message, the value that `template` uses although the line of the JSONL file does not have it.
+    """Explain, for an error message, which value `template` uses although the line of the JSONL file does not have it.
 
-    `fields` is the JSON object of the line. The text does not quote values of the line, because a template could show
-    any value.
+    `fields` is the JSON object of the line. The result names a missing field, but quotes no value of the line.
     """
     environment = _environment()
     names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()

@@ -1,8 +1,7 @@
 """Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
 Building lm-eval's index parses 14,000 YAML files, and takes 10 to 70 s. Therefore the index is cached for each version
-of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it while the
-other processes wait.
+of lm-eval. If several processes need the index, one process builds it while the other processes wait.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Engine for one checkpoint, which may be quantised, as vLLM itself loads it; and scores of tasks with this engine.
 
-This engine has no source models and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT`
-scores spans (ranges of samples) in a separate process, because a process can have only one engine: JOB and RESULT are
-files with pickled objects of the caller.
+This engine has no source models and merges nothing. A process can have only one engine. Therefore the caller starts
+`python -m workers.engines.vllm.checkpoint_engine JOB RESULT` as a separate process to score spans (ranges of samples).
+JOB and RESULT are the files of the pickled request and of the pickled result.
 """
 
 from __future__ import annotations
@@ -85,11 +85,10 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call as vLLM's worker extension would.
+        """Answer a call of the method `mergesearch_bad_rows` with [0, 0], no rows of logits with NaN or infinity.
 
-        The extension is missing, because the engine holds no merges. The only method that is answered is the method
-        `mergesearch_bad_rows`, the counts of logit rows with NaN and of infinite rows; the answer is [0, 0]. Raises
-        NotImplementedError for any other method.
+        An engine without merges has no worker extension that could count them. Raises NotImplementedError for any other
+        method.
         """
         if method == "mergesearch_bad_rows":
             return [0, 0]

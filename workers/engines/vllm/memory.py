@@ -231,8 +231,8 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
     """Bytes that an engine on CPU reserves for its KV cache.
 
     `config` is the model's configuration, `max_length` is the number of tokens of the longest text, and `dtype` is the
-    engine's dtype. The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text
-    of `max_length` tokens needs more memory, the result is enough for this text.
+    engine's dtype. The result is what a full batch of texts of TEXT_TOKENS tokens needs, but at most 1 GiB. Only if one
+    text of `max_length` tokens needs more, the result is what this text needs.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

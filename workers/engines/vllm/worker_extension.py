@@ -286,10 +286,9 @@ def open_bank(
 ) -> Bank:
     """Open the source weights of a base model and its experts (a family); return the bank, the object that holds them.
 
-    `family` is the description of these models, as JSON in the form of the function `family_to_json`. A process has one
-    bank, for the family that was opened last. If this family is open already, its bank is returned. In a process that
-    has an engine, this is the engine's bank. In any other process, for example one that compares the engine with
-    transformers (canary), it is a bank of mapped files that merges on the CPU.
+    `family` describes these models, as JSON in the form of the function `family_to_json`. A process has one bank at a
+    time. If the family is open already, its bank is returned, and the other arguments are ignored. Otherwise the
+    previous bank is dropped, and a new one is made.
 
     `device` is the device that computes merges. The weights are kept in the first of `placements` that has enough
     memory for them; a GPU must also have `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared

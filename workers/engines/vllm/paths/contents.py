@@ -47,8 +47,8 @@ class PathContents(WeightContents):
     The engine keeps a pool of layers, which usually has more layers than one merge, so that a layer that occurs in
     several merges need not be written again. A merge is a path through the pool: a sequence of up to
     `options.max_layers` of its layers. The KV cache is sized for the longest path. Raises InvalidModel for models whose
-    layers cannot follow each other. Raises EngineUnavailable if the source models have more than `options.max_layers`
-    layers, or do not fit into memory.
+    layers cannot be combined in one path. Raises EngineUnavailable if the source models have more than
+    `options.max_layers` layers, or do not fit into memory.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Memory of an engine for layer paths and the number of layers in its pool, computed without allocating memory."""
+"""Memory of an engine for layer paths, and the number of layers that it keeps in its pool, computed from sizes."""
 
 from __future__ import annotations
 
