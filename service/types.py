@@ -226,8 +226,7 @@ class StoredRecipe:
 
         A sparse method keeps the elements of a task vector with the largest magnitudes; its density is the share of
         elements to keep. The threshold is the smallest magnitude that is kept. Many elements can have this magnitude,
-        so if the result is True, more elements than the density states may be kept. The recipe is parsed only if its
-        text may have this setting.
+        so if the result is True, more elements than the density states may be kept.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -351,10 +350,7 @@ class Role(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Permission to read a job: for nobody else, for the job's team, or for every user of the server.
-
-    The job's owner and administrators may always read it.
-    """
+    """Who may read a job besides its owner and administrators: nobody, the job's team, or every user of the server."""
 
     PRIVATE = "private"
     TEAM = "team"
@@ -650,8 +646,8 @@ class JobRecord:
       place, or the quota of the team is used up). None if no driver was asked.
     - `moved_before`: id of the job before which an administrator moved this job while it waits, or "" for the front of
       the queue; None if the job was not moved. `moved_at` is the time of the move.
-    - `traceparent`: place in its trace of the request that created the job, as in the header of this name; None if the
-      request was not traced.
+    - `traceparent`: OpenTelemetry trace and span of the request that created the job, in the form of the HTTP header
+      `traceparent`; None if the request was not traced.
     """
 
     id: str

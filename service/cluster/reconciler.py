@@ -325,9 +325,9 @@ class RayCluster:
 
     @property
     def calls(self) -> NodeCalls | None:
-        """Caller of functions, such as checks of submitted jobs, on nodes of the Ray cluster.
+        """Object that calls functions, such as checks of submitted jobs, on nodes of the Ray cluster.
 
-        The property is None if the server runs Ray itself, on its own machine.
+        None if the server runs Ray itself, on its own machine.
         """
         if self._host is not None:
             return None
@@ -631,10 +631,9 @@ class RayCluster:
     def _make_room(self, job: JobRecord, yielding: Yielding, jobs: Mapping[str, JobRecord]) -> None:
         """Store that a running job must end for now; its driver is asked to end in the reconciler's next round.
 
-        A driver is the process that works on a job. A place is the right to run, which served studies do not need.
-        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` contains all
-        jobs, keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other
-        job; only the audit log names it.
+        A driver is the process that works on a job. `yielding` has the reason: another job that must run first, or a
+        quota that is used up. `jobs` contains all jobs, keyed by id. Every reader of the job sees the stored reason.
+        Therefore the reason does not name the other job; only the audit log names it.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"

@@ -74,10 +74,7 @@ def ray_session() -> Iterator[RaySession]:
 
 
 def prepare_environment() -> None:
-    """Set this program's values of the environment variables that Ray reads at its import or start.
-
-    Variables that are set already are not changed.
-    """
+    """Set environment variables that Ray reads when it is imported or started, unless they are set already."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))

@@ -177,8 +177,7 @@ class Cleaner:
     def _has_void(self, job_id: str) -> bool:
         """Whether a job has void samples, which must be scored again because their engine later failed a check.
 
-        A job with void samples may be resumed, and then needs its responses. If no engine has ever failed a check, the
-        samples are not searched.
+        A job with void samples may be resumed, and then needs its responses.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
@@ -196,8 +195,8 @@ class Cleaner:
         """Ids of the jobs among `jobs` that must be kept because other jobs use their results.
 
         A job uses another job if its stored document, or the findings of its checks, name the other job's id or the
-        digest of an artifact (trained model) of the other job. The kind of a job knows of further uses: a fine-tuning
-        is also used if a study was created to merge the models that it has trained.
+        digest of an artifact (trained model) of the other job. A fine-tuning is also kept while a study that merges its
+        models exists.
         """
         owners = {job.id: job.id for job in jobs}
         for job in jobs:

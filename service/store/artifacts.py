@@ -208,13 +208,12 @@ class ArtifactStore:
         return self._blobs.num_bytes()
 
     def num_bytes_of_team(self, team: str, *, with_job: str | None = None) -> int:
-        """Total size in bytes of the artifacts that jobs of a team have stored, without exported models.
+        """Total size in bytes of the artifacts of a team's jobs.
 
-        An artifact is a directory of files that a job made, such as a trained model. If several of the jobs have stored
-        the same artifact, it counts once. A merge that was exported because another study has it as a source counts for
-        the team of the study that has the source, because any reader of a study may submit such studies. If `with_job`
-        is the id of a job, the artifacts of this job are counted too. The result is then the size after the job has
-        moved to the team.
+        An artifact is a directory of files that a job made, such as a trained model. If several jobs of the team have
+        stored the same artifact, it counts once. Exports for download do not count. A merge that was exported as a
+        source of another study counts only for the team of the study that uses it. If `with_job` is the id of a job,
+        the artifacts of this job are counted too; the result is then the size after the job has moved to the team.
         """
         table, jobs = schema.artifacts, schema.studies
         query = (

@@ -373,7 +373,6 @@ class JobWriter:
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a JSON document of the job under `name`, such as "verification".
 
-        The document "verification", for example, compares stored samples with samples that transformers scored again.
         The document replaces an earlier document of the same name. An event with `name` as its kind is added.
         """
         table = schema.documents

@@ -123,7 +123,7 @@ class AttackResult:
         template: The prompt template with which the merge's metric is worst. The field has the original template if no
             changed template is worse.
         samples: Name under which the samples with this template are stored.
-        num_queries: Number of templates that were scored on all samples, without the original template.
+        num_queries: Number of changed templates that were scored on all samples; the original template does not count.
         is_cut: Whether the attack ended early because it had scored as many templates as the study file's option
             `max_queries` allows.
     """
@@ -163,7 +163,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of the task's items, from 0 to 1, that are also in the search data."""
+        """Share of the items of the holdout task or benchmark, from 0 to 1, that are also in the search data."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
 
 
@@ -215,7 +215,7 @@ class PolicyStart:
     """Trained policies of an earlier study, which are the initial policies of a new study.
 
     A policy is a network that proposes configurations. `study` and `name` are the id and name of the earlier study.
-    `policies` has an entry for each policy of the new study, in their order.
+    `policies` has a stored checkpoint for each policy of the new study.
     """
 
     study: str

@@ -251,19 +251,19 @@ class Store:
             yield frozen
 
     def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
-        """Context that makes this thread's calls of stores in this database one transaction.
+        """Context in which all calls of stores of this database, made by this thread, are one transaction.
 
-        The transaction is committed when the context ends without an error; otherwise nothing is stored. Therefore a
-        change and its entry in the audit log are stored together.
+        The transaction is committed when the context ends without an error; otherwise nothing is stored. It serves to
+        store a change together with its entry in the audit log.
         """
         return unit_of_work(self._engine)
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Context of a unit of work that compares quotas with their use, and then stores the jobs or files that fit.
+        """Context in which the caller checks quotas and then stores the jobs or files that fit, in one transaction.
 
-        Admissions never overlap, even admissions of several servers with this database. Otherwise two admissions
-        together could exceed a quota.
+        Only one such context is open at a time, among all servers with this database. Otherwise two callers together
+        could exceed a quota.
         """
         with self._admissions, unit_of_work(self._engine) as connection:  # who waits for the lock has no connection
             if connection.dialect.name == "postgresql":  # on SQLite, the transaction has the only write lock
@@ -303,8 +303,8 @@ class Store:
             owner: Name of the user who creates the job; None if the server has no accounts.
             team: Name of the team that the job belongs to; None for no team.
             sharing: Who may read the job besides its owner and administrators.
-            traceparent: Place of the request in its OpenTelemetry trace, which the work on the job continues;
-                None if the request is not traced.
+            traceparent: OpenTelemetry trace and span of the request, in the form of the HTTP header `traceparent`; the
+                work on the job continues this trace. None if the request is not traced.
 
         Raises:
             Conflict: No job has one of the artifacts in `keeps` any more; nothing is stored.
@@ -612,13 +612,16 @@ class Store:
     def _steered(
         self, job_id: str, steering: Steering, because: str, is_done: Callable[[JobRecord], bool], **changes: Any
     ) -> JobRecord:
-        """Apply a user's request to a job, such as to pause it, and return the job.
+        """Apply a user's request to a job, such as a request to pause it, and return the job.
 
-        Nothing changes if the job has ended, or if `is_done(job)` says that the request was carried out before.
-        `steering` says who asks, and why; it is stored as an event. `changes` has the new values of columns, among them
-        `is_paused`. A job without a driver (process) becomes PAUSED if `is_paused` is True. A PAUSED job becomes
-        STOPPED, so that a driver is started, if `is_paused` is False. `because` is stored as the reason of the new
-        state. Raises NotFound if there is no such job.
+        Nothing changes if the job has ended, or if `is_done(job)` is True, because the request was carried out before.
+        `steering` says who asks, and why; it is stored as an event. `changes` has the new values of the job's columns.
+        The value of `is_paused`, which must be given, can also change the job's state:
+
+        - True: a job without a driver (a process that works on it) becomes PAUSED
+        - False: a PAUSED job becomes STOPPED, so that the server starts a driver
+
+        `because` is stored as the reason of the new state. Raises NotFound if there is no such job.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -679,10 +682,12 @@ class Store:
         """Mark a trial as invalid, or as valid again, and return the changed study.
 
         `number` is the trial's number. `invalid` is the reason why the trial is invalid; None marks it as valid.
-        `steering` says who asks, and is stored as an event. The trial's samples stay. If a driver (process) works on
-        the study, another driver replaces it and selects the best trials anew. A COMPLETE study continues, so that
-        trials that are now among the best are scored on held-out data; it does not continue if its responses were
-        removed. If the trial has the same mark already, nothing changes. Raises NotFound if there is no such trial.
+        `steering` says who asks, and is stored as an event.
+
+        The trial's samples stay stored. If a driver (a process that works on the study) runs, another driver replaces
+        it and selects the best trials anew. A COMPLETE study continues, so that trials that are now among the best are
+        scored on held-out data; only if its stored responses were removed does it stay COMPLETE. If the trial already
+        has the value `invalid`, nothing changes. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -730,9 +735,9 @@ class Store:
         Exactly one of `recipe` (the JSON document of a recipe) and `configuration` (a value for each parameter of the
         search space) describes the merge; `label` becomes the trial's label. `steering` says who asks, and why; it is
         stored as an event. If a driver (process) works on the study, another driver replaces it and adds the trial. If
-        the study is COMPLETE, a driver is started again. The same request sent twice changes nothing. Raises Conflict
-        if another merge was enqueued under the label, or if the study is COMPLETE and its stored completions were
-        removed.
+        the study is COMPLETE, a driver is started again. A request that the study has already changes nothing. Raises
+        Conflict if another merge was enqueued under the label, or if the study is COMPLETE and its stored completions
+        were removed.
         """
         values = {"label": label, "recipe": recipe, "configuration": configuration}
         reason = f"a trial was enqueued: {label}"
@@ -801,14 +806,15 @@ class Store:
                     insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
 
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
-        """Let a job that waits or failed continue, and return it.
+        """Let a job that is FAILED, STOPPED or PAUSED continue, and return it.
 
-        FAILED, STOPPED and PAUSED jobs can continue. A COMPLETE job can continue if its responses were not removed, and
-        if it has void samples, which must be scored again because their engine later failed a check. A job that can
-        continue becomes STOPPED with the given `reason`, so that the server starts a driver (process). The job's failed
-        drivers are no longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are
-        not changed. `steering` says who asked, and why; it is stored as an event if the job is changed (None stores no
-        event). Raises NotFound if there is no such job.
+        A COMPLETE job also continues if it has void samples, which must be scored again because their engine later
+        failed a check, and if its responses were not removed. The job becomes STOPPED with the given `reason`, so that
+        the server starts a driver (a process that works on it). The job's failed drivers are no longer counted.
+
+        For a job in any state, a request to pause that has not been carried out yet is withdrawn. `steering` says who
+        asked, and why; it is stored as an event if the job is changed (None stores no event). Raises NotFound if there
+        is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -1167,7 +1173,10 @@ class Store:
             return read_picture(connection, study_id, split, objective, position)
 
     def picture_positions(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> set[int]:
-        """Select the `positions` at which a sample has a stored picture; the arguments are as in `prompts`."""
+        """Select the `positions` at which a sample has a stored picture.
+
+        `split` is the search data, the holdout data or the benchmarks, and `objective` is the objective's name.
+        """
         with self._reads.connect() as connection:
             return picture_positions(connection, study_id, split, objective, positions)
 
@@ -1180,11 +1189,11 @@ class Store:
             return stored_prompts(connection, study_id)
 
     def move_old_samples(self) -> int:
-        """Convert the samples of one recipe (merge) that an earlier version stored to the form of the present tables.
+        """Convert samples that an earlier version of the program stored to the form of the present tables.
 
-        The recipe is any recipe with samples in the old form. Returns the number of converted samples; 0 if no old
-        sample is left. Earlier versions stored a row for each sample, which takes ten times the space. The study stays
-        readable meanwhile, and its driver (process) may write.
+        A call converts the samples of one recipe (merge), and returns their number; 0 if no old sample is left. Earlier
+        versions stored a row for each sample, which takes ten times the space. The study stays readable meanwhile, and
+        its driver (the process that works on it) may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -1206,10 +1215,11 @@ class Store:
     def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
         """Remove the model responses and tokens of a study's samples to save space; their metric values are kept.
 
-        `num_samples` and `num_bytes` are the numbers of samples and bytes that are removed, for the record of the
-        removal. This record is stored first; from then on the study cannot be resumed. The responses of one merge are
-        removed at a time, so that other processes can write in between. An interrupted removal is completed by the next
-        call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor CANCELLED.
+        `num_samples` and `num_bytes` say how many samples and bytes are removed; they are stored in a record of the
+        removal before anything is removed. From then on the study cannot be resumed. Each merge's responses are removed
+        in a transaction of their own, so that other processes can write in between. An interrupted removal is completed
+        by the next call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor
+        CANCELLED.
         """
         table, documents = schema.studies, schema.documents
         removed = RemovedResponses(self.now(), num_samples, num_bytes)
@@ -1342,7 +1352,7 @@ class Store:
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
     def num_engine_faults(self) -> int:
-        """Number of inference engines over all studies that have failed a check, such as a check with fixed prompts."""
+        """Number of inference engines, of all studies, that have failed a check of their weights or outputs."""
         with self._reads.connect() as connection:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
@@ -1352,12 +1362,12 @@ class Store:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that are not confirmed by a canary (a check of their engine) yet.
+        """Number of a study's samples that are not yet confirmed by a canary, a check of an engine with fixed prompts.
 
-        A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
-        that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
-        canaries by now. `passed` contains the present number of passed canaries, keyed by replica. If the database has
-        a larger number for a replica, the larger number counts.
+        A sample is confirmed if its engine has passed a canary after it scored the sample. Therefore each sample is
+        stored with the number of canaries that its engine had passed before. `passed` contains the number of canaries
+        that each engine has passed until now, keyed by replica (the process with the engine). If the database has a
+        larger number for a replica, the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1407,7 +1417,8 @@ class Store:
         """Read the events of all jobs with ids above `after`, in the order of ids, at most `limit`.
 
         `kinds` has the kinds of events to read. If `reader` is not None, only events of jobs that this account may read
-        are returned. On PostgreSQL, an event may become visible after an event of another job that has a larger id.
+        are returned. On PostgreSQL, an event may become visible only after a later event, with a larger id, of another
+        job.
         """
         table, jobs = schema.events, schema.studies
         columns = (table, jobs.c.kind.label("job_kind"), jobs.c.name)
@@ -1460,7 +1471,10 @@ class Store:
             return found or 0
 
     def settled_event_id(self, age_s: float) -> int:
-        """Id of the latest event that is at least `age_s` seconds old; 0 if there is no such event."""
+        """Id of the latest event that was added at least `age_s` seconds ago; 0 if there is no such event.
+
+        Transactions that end late can still make younger events visible, with smaller ids than a reader has read.
+        """
         table = schema.events
         with self._reads.connect() as connection:
             query = sa.select(table.c.id).where(table.c.time <= clock(connection) - age_s)
@@ -1511,9 +1525,10 @@ def _requests_of(study_id: str) -> sa.Select[Any]:
 
 
 def _reopen(connection: sa.Connection, job_id: str, reason: str) -> None:
-    """Let a COMPLETE job continue, and store `reason` as the reason; jobs in other states are not changed.
+    """Let the job continue if it is COMPLETE; a job in another state is not changed.
 
-    The job becomes STOPPED, so that the server starts a driver (a process that works on it).
+    The job becomes STOPPED, so that the server starts a driver (a process that works on it). `reason` is stored as the
+    reason of the new state.
     """
     jobs, state = schema.studies, JobState.STOPPED.value
     is_complete = (jobs.c.id == job_id) & (jobs.c.state == JobState.COMPLETE.value)

@@ -10,8 +10,7 @@ again. Therefore a search that continues after it was killed has the same steps.
     note          a decision of the searcher; nothing is computed
     update        a policy learns from the trials of one iteration
 
-A point has the values of all parameters of a search space, in the space's order. Positions are sample positions, keyed
-by objective.
+A point has the values of all parameters of a search space, in the space's order.
 """
 
 from __future__ import annotations
@@ -196,9 +195,9 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that source models answered correctly; the correct answers later serve as reference answers for losses.
 
-    `completions` maps the name of each objective to one pair for each correctly answered sample. The first number is
-    the sample's position in the order in which the objective's samples are scored. The second number is the number of
-    the source model's trial. The pairs are sorted by position.
+    `completions` maps the name of each objective to a pair of numbers for each such sample, sorted by position: the
+    sample's position in the order in which the objective's samples are scored, and the number of the trial of the
+    source model that answered it.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]
