@@ -266,7 +266,7 @@ def _public_url(oidc: OidcSettings | None, notifications: NotificationSettings |
 
 
 def _public_hosts(notifications: NotificationSettings | None) -> tuple[str, ...]:
-    """Host and port of the URL under which users reach the server, as a tuple; empty if no such URL is set."""
+    """The host, with its port if given, of the URL under which users reach the server; empty if no such URL is set."""
     url = None if notifications is None else notifications.public_url
     return () if url is None else (urlsplit(url).netloc,)
 

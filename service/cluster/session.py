@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 class RaySession:
     """Connection of this process to a Ray cluster.
 
-    `is_own` says whether the current process started Ray. `dashboard_url` is None if Ray has no dashboard that
-    the user of this process may open. `dashboard_host` is the address of this machine at which Ray's dashboard listens,
-    and which servers of the cluster can therefore reach; None if there is no dashboard.
+    `is_own` says whether the current process started Ray. `dashboard_url` is the URL of Ray's dashboard; None if there
+    is none that the user of this process may open. `dashboard_host` is the address of the machine on which the
+    dashboard listens; None if there is no dashboard.
     """
 
     is_own: bool

@@ -210,10 +210,10 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield the data of one kind to remove so that the rest does not exceed `limit`, oldest jobs first.
+    """Choose the data of one kind that must be removed so that `limit` is kept, the oldest job's data first.
 
-    `kind` is the kind of data, such as "responses". `kept` has these data of each job. Protected data, which another
-    job needs, are not removed, but count towards the total size.
+    `kind` is the kind of data, such as "responses". `kept` describes the stored data of this kind, one entry for each
+    job. Data that are protected, because another job needs them, are not removed, but count towards the total size.
     """
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):

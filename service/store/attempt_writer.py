@@ -217,11 +217,13 @@ class JobWriter:
         """Store scored samples of a trial, and the evidence of which weights the engine held when it scored them.
 
         `trial` is the trial's number. `split` is the data that the samples belong to: search data, holdout data or
-        benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). Samples that are
-        stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
-        position), that were scored again because their engine had failed a check; the stored values of these samples
-        are deleted first. The timings of the chunk are added to the timings of the trial. The number of new samples of
-        search data, except the samples in `again`, is added to the trial's `samples_scored`.
+        benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). `again` has the
+        samples, as (objective, position), that were scored again because their engine had failed a check: they replace
+        the stored samples. Other samples that are stored already are ignored, and if no sample is left, nothing is
+        stored.
+
+        The timings of the chunk are added to the timings of the trial. The number of new samples of search data is
+        added to the trial's `samples_scored`, without those in `again`.
         """
         evidence = result.evidence
         with self._transaction() as connection:

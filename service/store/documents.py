@@ -255,10 +255,11 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """Results of the last canary (a check with fixed prompts) of each engine that scored samples of a study.
+    """What the canaries of a study, the checks of its engines with fixed prompts, have left unchecked.
 
-    `samples_not_checked` is the number of the study's samples that no later canary of their engine has confirmed; None
-    before the study's end. `skipped` has the reasons why canaries could not be run, by replica (engine).
+    `samples_not_checked` is the number of the study's samples whose engine has passed no canary after it scored them;
+    None before the study's end. `skipped` has the reasons why canaries could not be run, keyed by replica (the process
+    of an engine).
     """
 
     samples_not_checked: int | None = None
@@ -306,7 +307,7 @@ def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
-    """Read the results of a study's canaries (checks of engines with fixed prompts) from their stored JSON `document`.
+    """Read the `Canaries` of a study (what checks of its engines left unchecked) from their stored JSON `document`.
 
     If `document` is None, nothing is stored, and each field of the result has its default.
     """
@@ -314,10 +315,10 @@ def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
 
 
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
-    """Read, from the stored JSON `document`, the trained policies that are a study's initial policies.
+    """Read from the stored JSON `document` from which trained policies of an earlier study a study starts.
 
-    A policy is a network that proposes configurations; an earlier study has trained these policies. Returns None if
-    `document` is None, which means that the study starts from no trained policies.
+    A policy is a network that proposes configurations. Returns None if `document` is None: the study starts without
+    trained policies.
     """
     return None if document is None else _POLICY_START.validate_python(document)
 

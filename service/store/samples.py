@@ -5,8 +5,8 @@
     sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
 
 Earlier versions stored a row for each sample, in the table `samples`. This module can read these rows. The server moves
-them to the other tables, one recipe at a time. A driver moves the rows of a recipe before it writes samples of the
-recipe.
+them to the other tables, one recipe at a time. If a driver adds samples of a recipe earlier, it moves the recipe's rows
+itself.
 
 All functions work inside the caller's transaction. Functions that write require that the transaction holds the lock of
 the job's row.

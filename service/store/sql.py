@@ -424,14 +424,14 @@ class Store:
         return self._jobs(table.c.state.not_in(FINISHED) | is_recent)
 
     def job_ids(self, state: JobState) -> tuple[str, ...]:
-        """Ids of all jobs in one state, oldest job first; no other data are read."""
+        """Ids of all jobs in one state, oldest job first."""
         table = schema.studies
         query = sa.select(table.c.id).where(table.c.state == state.value).order_by(table.c.created_at, table.c.id)
         with self._reads.connect() as connection:
             return tuple(connection.execute(query).scalars())
 
     def readable_jobs(self, reader: Account | None) -> frozenset[str]:
-        """Ids of the jobs that the account `reader` may read; all jobs if `reader` is None. No other data are read."""
+        """Ids of the jobs that the account `reader` may read; all jobs if `reader` is None."""
         with self._reads.connect() as connection:
             return frozenset(connection.execute(sa.select(schema.studies.c.id).where(_readable(reader))).scalars())
 
@@ -685,9 +685,9 @@ class Store:
         `steering` says who asks, and is stored as an event.
 
         The trial's samples stay stored. If a driver (a process that works on the study) runs, another driver replaces
-        it and selects the best trials anew. A COMPLETE study continues, so that trials that are now among the best are
-        scored on held-out data; only if its stored responses were removed does it stay COMPLETE. If the trial already
-        has the value `invalid`, nothing changes. Raises NotFound if there is no such trial.
+        it and selects the best trials anew. A COMPLETE study whose responses are still stored continues, so that trials
+        that are now among the best are scored on held-out data. If the trial already has the value `invalid`, nothing
+        changes. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -1304,8 +1304,8 @@ class Store:
     def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
         """Read the adversarial prompt templates that were scored in attacks on a study's benchmarks.
 
-        The result maps the name under which the samples with a template are stored to the benchmark's name and the
-        template.
+        Keys are the names under which the samples that were scored with a template are stored. Values are pairs of the
+        benchmark's name and the template.
         """
         table = schema.prompt_templates
         with self._reads.connect() as connection:
@@ -1442,7 +1442,7 @@ class Store:
         return dict(counts)
 
     def driver_waits(self, job_ids: Collection[str]) -> dict[str, DriverWait]:
-        """Times of the last wait of each given job for a driver (a process that works on the job), keyed by job id.
+        """Find when each of the given jobs last waited for a driver (a process that works on the job), keyed by job id.
 
         A wait begins when a job is created or resumed, and ends when a driver begins.
         """
@@ -1481,8 +1481,9 @@ class Store:
             return connection.execute(query.order_by(table.c.id.desc()).limit(1)).scalar() or 0
 
     def result_version(self, study_id: str) -> tuple[int, int]:
-        """Read two numbers that grow when a study's results may have changed: its last attempt and last event id.
+        """Read a pair of numbers that changes whenever the study's results may have changed.
 
+        The numbers are the number of the study's last attempt (the work of one driver) and the id of its last event.
         Raises NotFound if there is no such study.
         """
         jobs, events = schema.studies, schema.events
