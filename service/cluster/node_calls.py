@@ -1,8 +1,8 @@
 """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
 Nodes may have access to files, such as models, that a server on another machine cannot read. Their machines may also
-have another amount of memory. Therefore the server runs some functions on these nodes. The server stores each call as a
-file, named by the sha256 of its content, among the artifacts, to which servers and nodes have access. The Ray Job
+have a different amount of memory. Therefore the server runs some functions on these nodes. The server stores each call
+as a file, named by the sha256 of its content, among the artifacts, to which servers and nodes have access. The Ray Job
 receives this sha256, stores the result in the same way, and writes the sha256 of the result to its log.
 """
 

@@ -9,8 +9,8 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
 2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs of the team that need no place,
    such as served studies, stop too. In all other cases, jobs that need no place start at once.
 3. The next place goes to the job of the largest priority. Jobs of equal priority are ordered by fair share: the next
-   job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
-   where they were moved to.
+   job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved are
+   put where they were moved to.
 4. A job is passed over as long as it would exceed a quota of its team. If the quota is `max_replicas`, the replicas
    that are left of it are kept for this job, so that later jobs of the team with fewer replicas cannot pass it forever.
 5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
@@ -317,9 +317,8 @@ def _fair(group: Iterable[Entry], teams: Mapping[str | None, TeamState], used: d
     """Order waiting jobs of equal priority so that each team gets GPU-hours in proportion to its weight.
 
     The next job is always the oldest job of the team with the fewest used GPU-hours divided by the team's weight.
-    `group` has the jobs, `teams` has the weights, and `used` has the GPU-hours that each team has used. When a job is
-    ordered, the smallest number of GPU-hours that any run of it is charged is added to the number in `used`, so that
-    the teams take turns.
+    `group` has the jobs, `teams` has the weights, and `used` has the GPU-hours that each team has used. Each job that
+    is ordered adds to `used` the GPU-hours that even a very short run of it is charged, so that the teams take turns.
     """
     lines: dict[str | None, list[Entry]] = defaultdict(list)
     for entry in sorted(group, key=lambda entry: (entry.created_at, entry.id), reverse=True):

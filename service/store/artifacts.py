@@ -1,8 +1,9 @@
 """Artifacts: directories of files that drivers create, stored by content hash, with a database row each.
 
-An artifact is a manifest, {"path": {"digest": ..., "bytes": ...}} as JSON. The manifest and the files that it names are
-in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such as the tokenizers of a
-fleet of experts, are stored once. If a process is killed, files may remain that no artifact uses.
+The files of an artifact are listed in its manifest, a JSON file: {"path": {"digest": ..., "bytes": ...}}. The manifest
+and the listed files are in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such
+as the tokenizers of a fleet of experts, are stored once. If a process is killed, files may remain that no artifact
+uses.
 """
 
 from __future__ import annotations

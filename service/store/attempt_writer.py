@@ -49,7 +49,6 @@ class JobWriter:
 
     A driver may repeat a write after a crash: to write the same samples or results again changes nothing. If a write
     had to wait because the database did not answer, the next write also stores an event with the length of the wait.
-    That next write counts as progress of the driver even if it is a heartbeat.
 
     `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` is the time at
     which it last stored samples. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is

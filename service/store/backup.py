@@ -2,7 +2,7 @@
 
 A backup is a directory:
 
-- `backup.json`: version and time of the backup, the name and sha256 of its database, and the rows of each table
+- `backup.json`: version and time of the backup, sha256 of its database, and the number and sha256 of each table's rows
 - `database-DIGEST.db`: all tables, read at one moment, as an SQLite file, whatever database the server uses
 - `files/blobs/`: the files of all artifacts that the database names, each under its sha256
 

@@ -100,7 +100,7 @@ def _check_encoding(place: str, connection: Any, _: Any) -> None:
 
 @dataclass(frozen=True)
 class Reads:
-    """Opener of a store's connections for reading; in a unit of work, all reads use the connection of the unit."""
+    """Opener of a store's connections for reading; inside `unit_of_work`, it gives that context's connection."""
 
     engine: sa.Engine
 
@@ -161,10 +161,8 @@ def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context with a write transaction, which is committed when the context ends without an error.
 
-    If the context raises an error, nothing was stored, even if the connection was lost during the commit. For this
-    purpose, on PostgreSQL, the transaction also stores a token, a unique text. After a lost connection, the token is
-    looked up: it is stored only if the transaction was committed, and then no error is raised. In a unit of work, the
-    transaction is a part of the unit.
+    If the context raises an error, nothing was stored, even if the connection was lost during the commit. Inside the
+    context `unit_of_work`, the transaction is a part of the transaction of that context.
     """
     if (outer := _unit_of(engine)) is not None:
         with outer.begin_nested():

@@ -70,7 +70,7 @@ def write_prompts(
 
 
 def stored_prompts(connection: sa.Connection, study: str) -> frozenset[tuple[Split, str]]:
-    """Splits and objectives of a study that have stored prompts, as pairs.
+    """Find the pairs of a split and an objective for which a study has stored prompts.
 
     `study` is the study's id. A split is the search data, the holdout data or the benchmarks.
     """

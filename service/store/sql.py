@@ -211,8 +211,8 @@ class Store:
     def reading(self) -> AbstractContextManager[sa.Connection]:
         """Context with a connection for reading, for code outside this class that reads the same database.
 
-        All queries in the context see the same state of the database. A store that the method `snapshot` has yielded
-        gives the connection of the snapshot.
+        All queries in the context see the same state of the database. In a store that `snapshot` has made, this is the
+        state at the beginning of the snapshot.
         """
         return self._reads.connect()
 
@@ -374,7 +374,7 @@ class Store:
         offset: int = 0,
         limit: int | None = None,
     ) -> tuple[tuple[JobRecord, ...], int]:
-        """Read a part of the jobs of one kind that satisfy all conditions, and count these jobs.
+        """Read one page of the jobs of a kind that satisfy all conditions, and count the jobs of all pages.
 
         Args:
             kind: Name of the kind of job.
@@ -686,8 +686,8 @@ class Store:
 
         The trial's samples stay stored. If a driver (a process that works on the study) runs, another driver replaces
         it and selects the best trials anew. A COMPLETE study whose responses are still stored continues, so that trials
-        that are now among the best are scored on held-out data. If the trial already has the value `invalid`, nothing
-        changes. Raises NotFound if there is no such trial.
+        that are now among the best are scored on held-out data. If the same value of `invalid` is stored already,
+        nothing changes. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -882,10 +882,9 @@ class Store:
     def consecutive_failures(self, job_id: str) -> int:
         """Number of a job's latest drivers in a row that ended, or failed to start, before they stored any result.
 
-        A driver is a process that works on the job. Results are scored samples, finished trials, computations that a
-        searcher asked for, and some kinds of events; a user's request to resume the job counts as a result. Drivers
-        that ended because a model, an engine or Ray was not available are not counted here but by the method
-        `consecutive_waits`.
+        A driver is a process that works on the job. Results are, for example, scored samples and finished trials; a
+        user's request to resume the job counts as a result too. Drivers that ended because a model, an engine or Ray
+        was not available are not counted here but by the method `consecutive_waits`.
         """
         setbacks = self._setbacks(job_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
@@ -1181,7 +1180,7 @@ class Store:
             return picture_positions(connection, study_id, split, objective, positions)
 
     def stored_prompts(self, study_id: str) -> frozenset[tuple[Split, str]]:
-        """Splits and objectives of a study that have stored prompts, as pairs.
+        """Find the pairs of a split and an objective for which a study has stored prompts.
 
         A split is the search data, the holdout data or the benchmarks.
         """
@@ -1342,10 +1341,7 @@ class Store:
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Read the records of the inference engines that have failed a check, with ids above `after`, ordered by id.
-
-        There is one record for each engine that has failed a check.
-        """
+        """Read the records of the inference engines that have failed a check, with ids above `after`, ordered by id."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
@@ -1553,11 +1549,10 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Give the job `job_id` an artifact, usually a trained model, that is stored already.
+    """Give the job `job_id` an artifact, usually a trained model, that another job has stored.
 
-    `digest` identifies the artifact's files. The job that made the files, usually another job, has stored them, and
-    cannot be deleted until the transaction ends. `name` is the name that the artifact gets in the job `job_id`. Raises
-    Conflict if no job has the artifact.
+    `digest` identifies the artifact's files, which cannot be deleted until the transaction ends. `name` is the name
+    that the artifact gets in the job `job_id`. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

@@ -109,9 +109,9 @@ class GradientRequest(_Measurement):
 
     `point` names the merge: it has the values of all parameters of the search space. The gradient is with respect to
     these parameters. `weights` has the weight of each objective's loss in the sum. `descent` is the number, from 0, of
-    the gradient descent that needs the gradient. `preference` has the user's weights of the objectives for which this
-    descent searches; it is empty if the user gave no weights. Each sample counts as three samples (`charge`) against
-    the study's limit of samples.
+    the gradient descent that needs the gradient. `preference` is the preference vector (the user's weights of the
+    objectives) for which this descent searches; it is empty if the study has none. Each sample counts as three samples
+    (`charge`) against the study's limit of samples.
     """
 
     descent: int
@@ -147,8 +147,8 @@ class NoteRequest(_Request):
 class UpdateRequest(_Request):
     """A searcher's request to train a policy (a network that proposes configurations) on the trials of one iteration.
 
-    `iteration` is the iteration's number. `preference` has the weights of the objectives for which the policy learns;
-    it is empty if the study has only one policy.
+    `iteration` is the iteration's number. `preference` is the policy's preference vector (the weights of the objectives
+    for which it learns); it is empty if the study has only one policy.
     """
 
     iteration: int
