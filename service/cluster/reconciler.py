@@ -178,10 +178,10 @@ def decide(
     A driver is the process that works on the job; it runs as a Ray Job. While the Ray Job is pending or running, the
     server waits, or stops the Ray Job if the driver makes no progress. After a driver has ended, the server submits
     another driver, after a pause that grows with the number of drivers in a row that stored no result. After too many
-    drivers in a row without a result, the server ends the job as FAILED, unless the last driver ended only because
-    something that it needs, such as a model or an engine, was not available. A driver that the cluster did not receive
-    is submitted again. A job that was asked to pause gets no driver. A job whose driver was asked to end for another
-    job, or for a quota, is stored as STOPPED when the driver has ended; it is then a job that waits.
+    drivers in a row without a result, the server ends the job as FAILED. Drivers that ended because something that they
+    need, such as a model or an engine, was not available do not count. A driver that the cluster did not receive is
+    submitted again. A job that was asked to pause gets no driver. A job whose driver was asked to end for another job,
+    or for a quota, is stored as STOPPED when the driver has ended; it is then a job that waits.
 
     Args:
         job: The stored job.

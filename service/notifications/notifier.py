@@ -2,8 +2,8 @@
 
 A notice is a stored change of a job. The thread makes a delivery, one message to one receiver, for each receiver of a
 notice. Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time
-of the next try. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver
-delays only its own deliveries.
+of the next try. Each receiver has at most one try at a time, and the tries of different receivers run at the same time,
+so that a slow receiver delays only its own deliveries.
 """
 
 from __future__ import annotations

@@ -40,9 +40,10 @@ class Removal:
     """Data of one kind that are to be removed, or were removed, from a job.
 
     - `kind`: the kind of data, such as "responses"
-    - `job`, `name`: the id and the name of the job; empty for files of trained models that no job uses any more
-    - `count`: the number of samples if responses are removed, the number of files if files are removed, 1 for a job,
-      and None for files of trained models that no job uses any more
+    - `job`, `name`: the id and the name of the job; empty for unused files, which are files of trained models that no
+      job uses any more
+    - `count`: the number of samples whose responses are removed, or of removed files of a job; 1 for a whole job, None
+      for unused files
     - `num_bytes`: the size of the data
     - `because`: the reason, as text for messages
     """
@@ -210,10 +211,11 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Choose the data of one kind that must be removed so that `limit` is kept, the oldest job's data first.
+    """Choose the data of one kind to remove so that `limit` is not exceeded any more, the oldest job's data first.
 
-    `kind` is the kind of data, such as "responses". `kept` describes the stored data of this kind, one entry for each
-    job. Data that are protected, because another job needs them, are not removed, but count towards the total size.
+    `kind` is the kind of data, such as "responses". `kept` describes the stored data of this kind, with an entry for
+    each job. Data that are protected, because another job needs them, are not removed, but count towards the total
+    size.
     """
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):

@@ -477,9 +477,9 @@ class AccountStore:
     def find_session(self, digest: str, *, idle_s: float) -> tuple[SessionRecord, Account] | None:
         """Find a valid browser session; return its record and the rights of its user.
 
-        `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, if the
-        session has expired or was unused for `idle_s` seconds, if its user is disabled, or if the token with which the
-        session was begun is revoked.
+        `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, or if the
+        session is not valid: it has expired or was unused for `idle_s` seconds, its user is disabled, or the token with
+        which it was begun is revoked.
         """
         sessions, users, members, tokens = schema.sessions, schema.users, schema.memberships, schema.tokens
         columns = [column for column in sessions.c if column.name != "digest"]

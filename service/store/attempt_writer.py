@@ -132,9 +132,9 @@ class JobWriter:
     def set_state(self, state: JobState, reason: str | None = None) -> None:
         """Store the job's new state, and the reason for it (None: no reason).
 
-        A job that was asked to pause becomes PAUSED instead of STOPPED. A job that was edited, or got a request for a
-        trial, after its driver had read it, becomes STOPPED instead of COMPLETE, so that another driver sees the
-        change. Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
+        A job that was asked to pause becomes PAUSED instead of STOPPED. A job becomes STOPPED instead of COMPLETE if it
+        was edited, or got a request for a trial, after its driver had read it; another driver then sees the change.
+        Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
         """
         with self._transaction() as connection:
             self._set_state(connection, state, reason)

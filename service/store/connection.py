@@ -290,8 +290,8 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 def _to_wal(cursor: Any) -> None:
     """Switch an SQLite file to write-ahead logging; if the file is locked, try again for up to 60 s.
 
-    If several connections switch a file at once, SQLite refuses all but one without waiting for its own timeout,
-    because each would wait for the others to stop reading.
+    If several connections switch a file at once, SQLite refuses all but one at once instead of waiting for its own
+    timeout.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:

@@ -2,9 +2,9 @@
 
 A server that is not given a database, and every driver, look in the same places: the variable MERGESEARCH_DATABASE,
 then the file `URL_FILE` in the data directory, then an SQLite file in the data directory. A server writes `URL_FILE`
-when it starts. If the server takes the URL from the variable, and does not run Ray itself, the file contains only the
-name of the variable, because engines may read the data directory. A password is therefore never part of a driver's
-command line or of its Ray Job.
+when it starts. If the server takes the URL from the variable, and does not run Ray itself, the file contains the name
+of the variable and the URL without secrets, because engines may read the data directory. A password is therefore never
+part of a driver's command line or of its Ray Job.
 """
 
 from __future__ import annotations

@@ -308,8 +308,8 @@ class NotificationStore:
         """Store that a try to send a delivery failed, for the reason `error`.
 
         `status` is the HTTP status of the response, or None without a response. If `is_last` is True, no further try
-        follows. If `is_last` is True, and no try to reach the subscription (the webhook or mail address) has succeeded
-        for `disables_after_s` seconds, the subscription is disabled, and its waiting deliveries are deleted.
+        follows. The subscription (the webhook or mail address) is then disabled if no try to reach it has succeeded for
+        `disables_after_s` seconds; its waiting deliveries are deleted.
 
         Returns:
             The subscription if it was disabled now, else None.

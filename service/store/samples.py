@@ -389,8 +389,8 @@ def store_samples(
 
     `study` is the study's id, `digest` is the recipe's digest, and `split` is the data that the samples belong to, such
     as the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
-    None of the samples may be stored already. `samples` must have all samples of the request that are to be stored,
-    because this function also writes the total size of the samples, in bytes, to this row of `evidence`.
+    None of the samples may be stored already. This function is called once for a request, because it also writes the
+    total size of `samples`, in bytes, to this row.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
