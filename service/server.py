@@ -260,7 +260,7 @@ def page_of(job: JobRecord, *, public_url: str | None) -> str | None:
 
 
 def _public_url(oidc: OidcSettings | None, notifications: NotificationSettings | None) -> str | None:
-    """URL under which users reach the server; None if it is not known."""
+    """URL under which users reach the server, from the settings that state it; None if neither does."""
     given = [settings.public_url for settings in (oidc, notifications) if settings is not None]
     return next((url for url in given if url is not None), None)
 

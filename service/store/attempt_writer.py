@@ -313,8 +313,8 @@ class JobWriter:
         """Store that trials have ended in `state` (PRUNED or FAIL) without another finished rung.
 
         A rung is one of the numbers of samples at which trials are compared. `trials` has the numbers of the trials.
-        `reason` says why they ended; None stores no reason. `rival` is the number of the trial against which a
-        scheduler has stopped them; None if no scheduler has stopped them.
+        `reason` says why they ended; None stores no reason. `rival` is the number of the better trial because of which
+        a scheduler has stopped them; None if no scheduler has stopped them.
         """
         table = schema.trials
         with self._transaction() as connection:

@@ -251,7 +251,7 @@ def restore(
 
 
 def _detach(connection: sa.Connection) -> None:
-    """Remove rows that concern only the servers and processes of the original database.
+    """Remove rows from the copy of a database that concern only the servers and processes of the original.
 
     - the heartbeats of jobs that have not ended
     - exports: merged models for download, whose files are not in a backup

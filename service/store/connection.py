@@ -262,11 +262,10 @@ def insert(connection: sa.Connection, table: sa.Table) -> Any:
 
 
 def one_of(column: sa.ColumnElement[int], numbers: Collection[int]) -> sa.ColumnElement[bool]:
-    """Condition that is true if the integer `column` is one of `numbers`, for a query with many numbers.
+    """SQL condition that selects at least the rows whose integer `column` is one of `numbers`.
 
-    Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition is
-    therefore true for all numbers from the smallest to the largest, and the caller must leave out the rows with other
-    numbers.
+    Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition
+    therefore selects all rows from the smallest to the largest number, and the caller must leave out the others.
     """
     if not numbers:
         return sa.false()

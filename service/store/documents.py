@@ -255,7 +255,7 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """What the canaries of a study, the checks of its engines with fixed prompts, have left unchecked.
+    """Samples and engines of a study that canaries, which are checks of engines with fixed prompts, did not confirm.
 
     `samples_not_checked` is the number of the study's samples whose engine has passed no canary after it scored them;
     None before the study's end. `skipped` has the reasons why canaries could not be run, keyed by replica (the process
@@ -307,9 +307,10 @@ def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
-    """Read the `Canaries` of a study (what checks of its engines left unchecked) from their stored JSON `document`.
+    """Read which samples and engines of a study canaries (checks with fixed prompts) did not confirm.
 
-    If `document` is None, nothing is stored, and each field of the result has its default.
+    `document` is the stored JSON document. If it is None, nothing is stored, and each field of the result has its
+    default.
     """
     return _CANARIES.validate_python(document or {})
 

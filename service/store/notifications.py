@@ -361,8 +361,9 @@ class NotificationStore:
         `works_after_s` seconds, or it was paused, or it has ended.
 
         `waiting` maps the id of each unfinished job that is not paused to the reason why it waits; None if a driver
-        works on the job. `passing` is the text of a reason that lasts only for a short time: the start of a driver.
-        While a job waits for this reason, its earlier reason stays stored. Jobs that are being deleted are left out.
+        works on the job. `passing` is the text of the reason that a driver is being started, which lasts only for a
+        short time. While a job has this reason, its earlier reason stays stored. Jobs that are being deleted are left
+        out.
         """
         table = schema.waits
         with self._reads.connect() as connection:

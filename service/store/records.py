@@ -121,9 +121,9 @@ class EvidenceRecord:
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Work of a replica on one chunk of samples: the seconds of each phase, and when its results were stored.
+    """Work of a replica on one chunk of samples: the seconds of each phase, and when the samples were stored.
 
-    `finished_at` is in seconds since the epoch.
+    `finished_at`, the time of storing, is in seconds since the epoch.
     """
 
     replica: str

@@ -528,16 +528,17 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def has_old_samples(connection: sa.Connection, study: str) -> bool:
-    """Whether a study has samples that an earlier version of the program stored, in the table `samples`."""
+    """Whether a study has samples in the table `samples`, in which earlier program versions stored them."""
     table = schema.samples
     found = connection.execute(sa.select(table.c.study).where(table.c.study == study).limit(1)).scalar()
     return found is not None
 
 
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
-    """Move the samples of one recipe (merge) that an earlier version of the program stored to the present tables.
+    """Move the samples of one recipe (merge) from the table of earlier program versions to the present tables.
 
-    `study` is the study's id, and `digest` is the recipe's digest. Returns the number of samples that were moved.
+    The earlier table is `samples`, with a row for each sample. `study` is the study's id, and `digest` is the recipe's
+    digest. Returns the number of samples that were moved.
     """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
@@ -559,7 +560,7 @@ def _old_samples(
     positions: Set[int] | None = None,
     has_tokens: bool = True,
 ) -> Iterator[tuple[Split, int, SampleResult]]:
-    """Yield the samples of one recipe (merge) that an earlier version of the program stored in the table `samples`.
+    """Yield the samples of one recipe (merge) from the table `samples`, in which earlier program versions stored them.
 
     `study` is the study's id, and `digest` is the recipe's digest. `split` is the data to read: search data, holdout
     data or benchmarks; None reads all. `condition` is a further condition on the table's rows. `positions` are the

@@ -1188,11 +1188,11 @@ class Store:
             return stored_prompts(connection, study_id)
 
     def move_old_samples(self) -> int:
-        """Convert samples that an earlier version of the program stored to the form of the present tables.
+        """Move old samples from the table of earlier program versions to the present tables, and return their number.
 
-        A call converts the samples of one recipe (merge), and returns their number; 0 if no old sample is left. Earlier
-        versions stored a row for each sample, which takes ten times the space. The study stays readable meanwhile, and
-        its driver (the process that works on it) may write.
+        A call moves the samples of one recipe (merge); the result is 0 if no old sample is left. The old table has a
+        row for each sample, which takes ten times the space. The study stays readable meanwhile, and its driver (the
+        process that works on it) may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -1469,7 +1469,8 @@ class Store:
     def settled_event_id(self, age_s: float) -> int:
         """Id of the latest event that was added at least `age_s` seconds ago; 0 if there is no such event.
 
-        Transactions that end late can still make younger events visible, with smaller ids than a reader has read.
+        A reader that begins after this event misses none, although younger events may become visible in another order
+        than that of their ids.
         """
         table = schema.events
         with self._reads.connect() as connection:

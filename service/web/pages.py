@@ -98,7 +98,7 @@ def _is_for_page(scope: Scope) -> bool:
 
 
 def _own_path(scope: Scope) -> str:
-    """Path of a request below the server's path prefix."""
+    """Path of a request without the server's path prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
