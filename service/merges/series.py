@@ -195,9 +195,8 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
     """Select from `directories` the models that one merge of a file uses.
 
-    `document` is the part of the file that describes the merge. If the file describes only one merge, the description
-    was not parsed yet, so that the names are unknown. In this case all `directories` are returned; names that the merge
-    does not use are reported later.
+    `document` is the part of the file that describes the merge. If the file describes only one merge, its content is
+    not parsed yet, and all `directories` are returned.
     """
     if document.content is None:
         return dict(directories)

@@ -314,8 +314,8 @@ def _optuna_trial(
 def _for_optuna(values: Sequence[Any]) -> list[Any]:
     """Convert the values of a parameter to types that Optuna stores without a change.
 
-    Numbers that a float does not hold, and lists, become text. If a parameter then has values of several types, all of
-    them become text.
+    Lists, NaN, infinities, and integers too large for a float become text. If a parameter then has values of several
+    types, all of them become text.
     """
     return _one_type([_finite(value) for value in values])
 

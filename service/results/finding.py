@@ -34,16 +34,16 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the search's finalists (best trials) with the best baseline of one kind, on holdout data.
 
-    The rival is the best of these baselines on the holdout data. The rival is chosen on the data of the comparison, so
-    part of its advantage over the other baselines may be chance. The comparison is therefore conservative for the
-    finalists.
+    The rival is the baseline of this kind with the best value on the holdout data. Its lead over the other baselines
+    may be chance, so the comparison rather underestimates the finalists.
 
     Attributes:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
-        differences: Value of each finalist minus the value of the rival, keyed by trial number, the best on search data
-            first. Larger is better. All intervals together contain the true differences with a probability of 95 %.
+        differences: By how much each finalist is better than the rival, negative if it is worse, keyed by trial number,
+            the best on search data first. All intervals together contain the true differences with a probability of 95
+            %.
     """
 
     origin: Origin

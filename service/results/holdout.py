@@ -309,8 +309,8 @@ def _with_mean(
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    `by_split` contains the estimates on both kinds of data, keyed by objective. The two estimates of an objective are
-    independent, because they are of different samples.
+    `by_split` contains the estimates on search data and on holdout data, keyed by objective. The two estimates of an
+    objective are independent, because they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}

@@ -79,8 +79,9 @@ class LayersImportance:
 class ImportancePlot:
     """Importance of each parameter for reaching the best tenth of the values of one objective.
 
-    `parameters` is sorted, the most important first. If `parameters` is null, `reason` says why. The sums leave out
-    parameters that do not belong to one single part.
+    `parameters` is sorted, the most important first. If `parameters` is null, `reason` says why. `layers`, `parts` and
+    `experts` have the sums of the importances for each group of layers, each part of a layer and each expert;
+    parameters that belong to several are left out.
     """
 
     plot: Literal["importance"]
@@ -104,8 +105,8 @@ def importance_columns(
 ) -> Columns:
     """Input columns of `importances`: the values of the objective, and the values of each parameter.
 
-    `trials` are at full budget, and have configurations. If the trials have more than MAX_NUMBERS values of parameters,
-    only some trials are taken, at equal distances.
+    `trials` are at full budget, and have configurations. If the trials have more than MAX_NUMBERS values of parameters
+    in all, only every second trial is used, or every third, and so on.
     """
     names = dict.fromkeys(name for trial in trials for name in configurations[trial.number])
     wanted = max(MIN_TRIALS, MAX_NUMBERS // max(1, len(names)))

@@ -50,10 +50,10 @@ class StoppedTrial:
 
 @dataclass(frozen=True)
 class StopsPlot:
-    """Trials that were stopped, with the comparisons that say by how much their rivals were ahead.
+    """Trials that were stopped early, each with its comparisons with the rival that was ahead of it.
 
-    `total` is the number of trials that match the query, and `trials` contains these trials or, if there are very many,
-    only the first ones.
+    `total` is the number of trials that the request selects. `trials` contains these trials or, if there are very many,
+    only the first of them.
     """
 
     plot: Literal["stops"]

@@ -432,7 +432,7 @@ class TriedDocument(TypedDict):
 class MergeLossDocument(TypedDict):
     """Losses and metrics of merges by one method, at the best coefficient that was tried.
 
-    If there are `values`, the coefficient was chosen on some samples, and these values were measured on other samples.
+    If there are `values`, they were measured on other samples than those on which the coefficient was chosen.
     """
 
     method: str
@@ -589,7 +589,7 @@ class SampleCountsDocument(TypedDict):
 
 
 class TrialSamplesDocument(TypedDict):
-    """Part of the samples of one trial, or of two trials side by side."""
+    """One page of the samples of one trial, or of two trials side by side."""
 
     trial: int
     against: int | None
@@ -773,7 +773,7 @@ class SourceModelsDocument(TypedDict):
 
 
 class BegunStudyDocument(TypedDict):
-    """Beginning of a study file."""
+    """Beginning of a study file, made from a mergekit configuration."""
 
     study: Annotated[dict[str, Any], Field(description="Content of the study file, whose objectives are empty.")]
     warnings: Annotated[list[str], Field(description="Settings of the configuration that have no effect.")]
@@ -1013,7 +1013,7 @@ class AuditEntryDocument(TypedDict):
 
 
 class AuditDocument(TypedDict):
-    """Part of the audit log."""
+    """Entries of the audit log that a request selects."""
 
     entries: list[AuditEntryDocument]
 

@@ -202,11 +202,11 @@ def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[
 
 
 def _in_study(pipeline: Pipeline, find: Callable[[str], str | None], *, folders: bool = True) -> Iterator[Problem]:
-    """Yield the problems of the task files that are named in the study of a fine-tuning.
+    """Yield the problems of the files that tasks name in the study of a fine-tuning, which merges the trained experts.
 
-    `pipeline` is the specification of the fine-tuning, which may have a study that merges the trained experts. The
-    check `find` takes a file, and returns a message about it, or None if nothing is wrong with the file. With `folders`
-    False, tasks whose data may be a folder are left out.
+    `pipeline` is the specification of the fine-tuning, with or without such a study. The check `find` takes a file, and
+    returns a message about it, or None if nothing is wrong with the file. If `folders` is False, tasks whose data may
+    be a folder are left out.
     """
     study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
     for place, file in task_files(study, folders=folders) if study is not None else ():

@@ -562,11 +562,10 @@ def _no_result(trials: tuple[TrialRecord, ...], stop_reason: str | None) -> str:
 
 
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
-    """Make the last checks of a study, of its engines and of some trials, and return whether the study is finished.
+    """Run the last checks of a study, and return whether the study is finished.
 
-    `close` is the function that makes these checks. The result is False if this call or an earlier check has found a
-    faulty engine. In this case `coordinator`, which runs the search, must first have the samples of this engine scored
-    again.
+    `close` checks the engines and some trials. If these or earlier checks have found a faulty engine, its samples must
+    be scored again: `coordinator`, which runs the search, prepares this, and the result is False.
     """
     try:
         close()
@@ -578,10 +577,10 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Check every running engine of `scorer` with fixed prompts, by the log-probabilities that transformers gives.
+    """Check that every running engine of `scorer` gives the log-probabilities of transformers on fixed prompts.
 
-    A sample counts as checked once its engine has passed a later check. The number of the study's samples that are not
-    checked is stored by `writer`.
+    A stored sample counts as checked if its engine passes such a check after scoring it. `writer` stores the number of
+    the study's samples that are not checked.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

@@ -116,11 +116,10 @@ class Pace:
 class PaceMeter:
     """Meter that computes a study's speed and remaining time (`Pace`), for displays of progress.
 
-    Speeds are samples per second, and steps (gradients and policy updates) per second. Speeds are measured over the
-    last 60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples
-    plus the time for the remaining steps, at the speeds last measured while samples were scored or steps were made.
-    `worked_s` is the number of seconds that earlier drivers worked on the study; it is included in the time worked.
-    `clock` returns a time in seconds.
+    Speeds are samples per second, and steps (gradients and policy updates) per second, over the last 60 s of the
+    current stage (search or held-out scoring). The time left is the time for the remaining samples plus the time for
+    the remaining steps, at the speeds that were last measured. `worked_s` is the number of seconds that earlier drivers
+    worked on the study; it is included in the time worked. `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,8 +191,7 @@ class _Speed:
         """Speed at the time `now`: how much the count, such as the number of scored samples, grows per second.
 
         The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
-        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. While the
-        count does not grow, the speed becomes smaller.
+        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None
@@ -203,7 +201,7 @@ class _Speed:
     def seconds_for(self, count: int) -> float | None:
         """Estimate the seconds until the count, such as the number of scored samples, has grown by `count`.
 
-        The estimate assumes the speed that was measured when the number last grew. Returns None if `count` is above 0
+        The estimate assumes the speed that was measured when the count last grew. Returns None if `count` is above 0
         and no speed was measured yet.
         """
         if count <= 0:

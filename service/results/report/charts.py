@@ -207,9 +207,9 @@ class _Text:
     is_movable: bool
 
     def places(self, *, bottom: float) -> list[_Box]:
-        """Possible positions of the text, the best first: beside its point, then with the opposite vertical shift.
+        """Possible positions of the text around its point, the best first.
 
-        `bottom` is the height of the horizontal axis, under which there are other texts.
+        Positions below `bottom`, the height of the horizontal axis, are left out, because other texts are there.
         """
         width = LETTER * min(len(self.text), MAX_NAME)
         at = NARROWEST * self.x

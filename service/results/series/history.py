@@ -86,7 +86,7 @@ def _series(
     Args:
         trials: Trials, sorted by number.
         names: The objectives, averaged if there are several.
-        objective: Name and direction of the line.
+        objective: Name and direction of the values that the line shows.
         left_out: Numbers of trials that violate constraints, which cannot be the best so far.
     """
     points: list[HistoryPoint] = []
