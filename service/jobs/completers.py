@@ -32,7 +32,7 @@ class Completers(Protocol):
     """The replicas that can complete prompts with the merges of one study."""
 
     def running(self) -> Sequence[Place]:
-        """List the kinds of replicas that run now: replicas of searches, and replicas of the served study alone."""
+        """Return which replicas run now: the ones that searches use too (SCORER), and the served study's own (OWN)."""
         ...
 
     def num_gpus(self) -> tuple[float, float]:

@@ -3,7 +3,7 @@
 - `load`: reads everything about a run from the store
 - `chunk_times`: times of scored chunks: how long engines worked, swapped and waited
 - `record`: the record of a run, from which all results are computed
-- `documents`: trials, held-out rows and the Pareto front as documents
+- `documents`: trials, held-out results and the Pareto front as JSON documents
 - `columns`: trials as columns, CSV and Parquet files, and studies of Optuna
 - `importance`: the importances of parameters, and their sums by part of the model
 - `side_by_side`: samples of two trials, and their paired difference

@@ -328,7 +328,7 @@ def _finite(value: Any) -> Any:
 
 
 def _range(values: Sequence[Any]) -> Any:
-    """Return the Optuna distribution that contains the values of a parameter."""
+    """Choose Optuna's distribution for a parameter (integer, float or categorical) so that it contains all `values`."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     given = [value for value in values if value is not None]

@@ -172,7 +172,7 @@ def _factor(objective: Objective, *, is_share: bool) -> float:
     """Compute the factor by which values of an objective are multiplied so that larger values are better.
 
     The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
-    divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.
+    divided by the width of the objective's range, so that objectives with different ranges can be averaged.
     """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)

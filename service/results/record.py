@@ -52,11 +52,7 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes that a study's samples take in the database.
-
-    `values` is the size of the metric values with their flags, and `texts` is the size of the model responses with
-    their tokens.
-    """
+    """Bytes that a study's samples take in the database: for metric values (`values`), and for responses (`texts`)."""
 
     values: int = 0
     texts: int = 0
@@ -87,10 +83,9 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that the searcher's computations, such as gradients, take from the study's limit.
+        """Number of samples that the searcher's gradients and policy updates count as in the study's limit of samples.
 
-        Such a computation (of losses or a gradient) scores no samples. The number of samples that it takes from the
-        limit is stored.
+        Gradients and policy updates score no samples themselves.
         """
         return sum(self.charges.values())
 

@@ -184,10 +184,7 @@ def _shares(times: Seconds, edges: Seconds) -> ReplicaShares:
 
 
 def _before(moments: Seconds, edges: Seconds) -> Seconds:
-    """For each of the times `edges`, sum the seconds that have passed since each of the earlier times `moments`.
-
-    The result for an edge is the sum of `edge - moment` over all `moments` before the edge.
-    """
+    """For each of the times `edges`, compute the sum of `edge - moment`, in seconds, over all `moments` before it."""
     ordered = np.sort(moments)
     sums = np.concatenate([[0.0], np.cumsum(ordered - edges[0])])
     count = np.searchsorted(ordered, edges)

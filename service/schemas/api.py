@@ -501,7 +501,7 @@ class AnalysisDocument(TypedDict):
 
 
 class ProvenanceDocument(TypedDict):
-    """Origin of a trial's stored samples: the engines that scored them, the weights in the engines, the verification.
+    """Provenance of a trial's samples: the engines that scored them, the weights in the engines, the verification.
 
     The samples belong to the trial's recipe; they may have been scored for another trial with the same recipe.
     """
@@ -517,7 +517,7 @@ class ProvenanceDocument(TypedDict):
 
 
 class ShownTrialDocument(TrialDocument):
-    """Trial with the origin of its samples."""
+    """Trial with the provenance of its samples: the engines that scored them, and their verification."""
 
     provenance: ProvenanceDocument
 
@@ -1107,8 +1107,8 @@ def list_document(collection: str, document: type) -> type:
     """Make the TypedDict of the response that lists jobs of one kind.
 
     The response contains a list of jobs under the key `collection`, such as "studies". The key "total" has the number
-    of all jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a
-    job.
+    of all jobs that satisfy the request's conditions, and "next" has the link to the next page. `document` is the
+    TypedDict of a job.
     """
     fields = {
         collection: list[document],  # type: ignore[valid-type]

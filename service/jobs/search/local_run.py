@@ -189,7 +189,7 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
 
 
 def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
-    """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
+    """Add to `study`, read from a study file, the benchmarks that were added to the stored study in `directory`.
 
     Benchmarks of the study file come first. A benchmark that has the same name and task in both studies is scored on
     the trials that either study names. If a name has different tasks, the stored benchmark is left out, and a later

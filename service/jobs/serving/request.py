@@ -1,4 +1,4 @@
-"""The request to serve a study, its checks, and the number of studies that a team may serve at the same time."""
+"""The request to serve a study, its checks, and the limit on the number of served studies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""Report section on trained policies: the mean outcome of their trials in each iteration."""
+"""Report section on trained policies: the mean outcome of their trials in each iteration.
+
+An outcome is the weighted sum of a trial's objective values, minus a price for its number of layers.
+"""
 
 from __future__ import annotations
 
