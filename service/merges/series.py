@@ -40,7 +40,7 @@ class _Document:
 
 
 def intermediate_dir(out: Path) -> Path:
-    """Directory of the named merges of a file whose final merge is written to `out`; it is next to `out`."""
+    """Directory for the named merges of a file; it is next to `out`, the directory of the final merge."""
     return out.with_name(f"{out.name}-intermediate")
 
 

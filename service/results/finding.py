@@ -34,15 +34,15 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the search's finalists (best trials) with the best baseline of one kind, on holdout data.
 
-    The rival is the baseline of this kind with the best value on the holdout data. Its lead over the other baselines
-    may be chance, so the comparison rather underestimates the finalists.
+    The rival is the baseline of this kind with the best value on the holdout data. Part of its lead over the other
+    baselines may be chance, so the comparison tends to underestimate the finalists.
 
     Attributes:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
         differences: By how much each finalist is better than the rival, negative if it is worse, keyed by trial number,
-            the best on search data first. All intervals together contain the true differences with a probability of 95
+            the best on search data first. The intervals together contain the true differences with a probability of 95
             %.
     """
 

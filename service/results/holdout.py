@@ -204,8 +204,8 @@ def _complete(
 ) -> dict[int, Samples]:
     """Collect the sample values of the trials that are scored on all samples, as trial number -> objective -> values.
 
-    `samples` contains the values, keyed by recipe digest and objective, `names` are the objectives. A trial is left out
-    if it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
+    `samples` contains the values, keyed by recipe digest and objective, and `names` are the objectives. A trial is left
+    out if it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
     """
     found = {}
     for trial in trials:

@@ -66,7 +66,7 @@ class ImportanceSum:
 
 @dataclass(frozen=True)
 class LayersImportance:
-    """Sum of the importances of the parameters that change a range of layers, from `start` (inclusive) to `stop`."""
+    """Sum of the importances of the parameters that change the layers [start, stop), counted from 0."""
 
     name: str
     start: int
@@ -142,7 +142,7 @@ def importances(columns: Columns, objective: str, direction: str) -> dict[str, f
 def importance_plot(
     study: JobRecord, objective: Objective, found: Mapping[str, float], *, num_trials: int, num_used: int
 ) -> ImportancePlot:
-    """Describe importances by parameter, with their sums by layers, by part of a layer and by expert.
+    """Describe the importance of each parameter, and the sums by group of layers, by part of a layer and by expert.
 
     `found` maps each parameter to its importance, which was computed from `num_used` of `num_trials` trials.
     """

@@ -170,7 +170,7 @@ class RunReader:
         """Read new events from `store`, and the trials that may have changed since the last call.
 
         A trial may have changed if a new event names it, or if it is not finished. All trials are read at the first
-        call, and if an event says that any of them may have changed.
+        call, and after an event that may have changed all trials.
         """
         study_id, changed = self._study_id, None
         if not self._trials:

@@ -118,8 +118,8 @@ def paired_difference(
     """Estimate the mean of `values - reference`, sample by sample, with its standard error and interval.
 
     The interval is Bonett and Price's if all values and all reference values lie on the bounds. Two merges that agree
-    on every sample then differ by 0, with an interval that narrows as samples grow. Otherwise the interval is Student's
-    t of the differences, cut to plus and minus the distance of the bounds.
+    on every sample then differ by 0, with an interval that narrows as the number of samples grows. Otherwise the
+    interval is Student's t of the differences, cut to plus and minus the distance of the bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.

@@ -339,9 +339,9 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *, note: Callable[[str], None]) -> None:
     """Store prompts, right answers and pictures of a study's samples, benchmarks included, so that people can see them.
 
-    Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have built the tasks to
-    score them. If a replica must build a task again and fails, `note` is called with the reason, and the study is
-    complete without the prompts of this task.
+    Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have loaded the tasks.
+    If a replica must load a task again and fails, `note` is called with the reason, and the prompts of this task are
+    not stored.
     """
     benchmarks = {benchmark.name: benchmark for benchmark in plan.benchmarks}
     sizes = (
@@ -433,9 +433,8 @@ class _WaitWatch:
     """Watch that tells the driver's heartbeat why the driver waits: for an engine's start or an LLM judge's answer.
 
     Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
-    an engine, or while a judge does not answer. The option `judge.wait_s` limits the time for which a judge may not
-    answer. `judges` returns the URLs of the judges that the driver waits for. `scorer` says whether an engine is
-    starting.
+    an engine, or while a judge does not answer. `judges` returns the URLs of the judges that the driver waits for; the
+    option `judge.wait_s` limits this wait. `scorer` says whether an engine is starting.
     """
 
     def __init__(

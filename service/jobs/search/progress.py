@@ -55,7 +55,8 @@ class ProgressSnapshot:
     - `best_trial`: the number of the best trial so far, among the trials scored on all samples; `best`: its values,
       keyed by objective; `best_ci95`: the 95 % intervals of these values, except of exact values.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
-    - `samples_used`: the number of samples that the search has scored, plus the number that its steps count as.
+    - `samples_used`: the number of samples that the search has scored, plus the number that computed losses and
+      gradients count as.
     - `max_samples`: the limit of `samples_used`; None if the study has no limit.
     - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the expected total
       number of steps; 0 for a searcher without steps.

@@ -179,7 +179,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class _Box:
-    """Rectangle that a text would cover in a plot of the smallest width, in pixels from the plot's upper left corner.
+    """Rectangle that a text would cover on the narrowest screen, in pixels from the plot's upper left corner.
 
     `anchor` is "start" if the text begins beside the point that it labels, and "end" if the text ends there. `dy` moves
     the text down, in pixels.

@@ -3,7 +3,7 @@
 A module of this package that declares a chart with `@chart` is found automatically.
 
 - `base`: the `Chart` class and the `@chart` decorator
-- `history`: every finished rung, and the best trial so far
+- `history`: the values of each trial at each rung that it finished, and the best trial so far
 - `front`: trials at full budget, and the Pareto front
 - `holdout`: held-out estimates
 - `recipe`: the merge of the best trial
