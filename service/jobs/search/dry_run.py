@@ -340,8 +340,8 @@ def checked_plan(
 def _samples_used(directory: Path) -> int:
     """Number of samples that the search of the study in `directory` has used.
 
-    The number includes the scored samples, and the numbers of samples that the searcher's gradients count as in the
-    study's limit. Returns 0 if the directory holds no study.
+    The number includes the scored samples, and the number of samples that the searcher's losses and gradients count as
+    in the study's limit. Returns 0 if the directory holds no study.
     """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))
