@@ -39,7 +39,7 @@ class StopLook:
 
 @dataclass(frozen=True)
 class StoppedTrial:
-    """Trial with the rival against which it was stopped, and their comparisons at the rungs that it has finished."""
+    """Trial with the rival against which it was stopped, and their comparisons at the rungs that the trial finished."""
 
     trial: Number
     rival: Annotated[int | None, Field(description="Null if no scheduler stopped the trial, or an early version did.")]
