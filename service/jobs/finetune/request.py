@@ -121,7 +121,7 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 def template_problems(pipeline: Pipeline) -> tuple[Problem, ...]:
     """Problem of a fine-tuning of chat experts whose study does not say whether prompts get the chat template.
 
-    Evaluations during the training of such experts format prompts with the chat template. The study that merges the
+    The evaluations of such experts in the fine-tuning format prompts with the chat template. The study that merges the
     experts does so only if its option `engine.chat_template` says so; without the template, the experts may score 0.
     The result is empty if `pipeline` has no study, if the study states the option, or if no data are conversations.
     Raises InvalidTask if the first row of an expert's data cannot be read.
