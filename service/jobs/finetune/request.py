@@ -119,10 +119,10 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
 
 
 def template_problems(pipeline: Pipeline) -> tuple[Problem, ...]:
-    """Problem of a fine-tuning whose experts learn chats, and whose study does not say whether it writes them.
+    """Problem of a fine-tuning of chat experts whose study does not say whether prompts get the chat template.
 
-    The evaluations of such experts format prompts with the chat template. The study that merges the experts formats no
-    prompts unless its option `engine.chat_template` says so; experts that are right with the template may then score 0.
+    The evaluations of such experts in the fine-tuning format prompts with the chat template. The study that merges the
+    experts does so only if its option `engine.chat_template` says so; without the template, the experts may score 0.
     The result is empty if `pipeline` has no study, if the study states the option, or if no data are conversations.
     Raises InvalidTask if the first row of an expert's data cannot be read.
     """
@@ -165,7 +165,7 @@ def access_of(job: JobRecord) -> FileAccess | None:
 def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, str]]:
     """Yield the files that an expert's specification names, as pairs of the specification's field and the file.
 
-    If `folders` is False, a field is left out if its value may be a folder and is one.
+    Some fields accept a file or a folder. If `folders` is False, such a field is left out if it names a folder.
     """
 
     def is_wanted(place: str) -> bool:
@@ -202,11 +202,11 @@ def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[
 
 
 def _in_study(pipeline: Pipeline, find: Callable[[str], str | None], *, folders: bool = True) -> Iterator[Problem]:
-    """Yield the problems of the task files that are named in the study of a fine-tuning.
+    """Yield the problems of the files that tasks name in the study of a fine-tuning, which merges the trained experts.
 
-    `pipeline` is the specification of the fine-tuning, which may have a study that merges the trained experts. The
-    check `find` takes a file, and returns a message about it, or None if nothing is wrong with the file. With `folders`
-    False, tasks whose data may be a folder are left out.
+    `pipeline` is the specification of the fine-tuning, with or without such a study. The check `find` takes a file, and
+    returns a message about it, or None if nothing is wrong with the file. If `folders` is False, tasks whose data may
+    be a folder are left out.
     """
     study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
     for place, file in task_files(study, folders=folders) if study is not None else ():

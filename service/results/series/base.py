@@ -76,7 +76,8 @@ def chart(
 
     The function's name is the chart's name, its docstring is the title, and its return type is the type of the series.
     `place` is the chart's position in lists of charts, which are sorted by it. A chart of a single trial shows the best
-    trial of a run; `of_trial` computes the series of any other trial for it, and is None for charts of several trials.
+    trial of a run, and needs `of_trial`, which computes the series of any other trial; for charts of several trials,
+    `of_trial` is None.
     """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:
