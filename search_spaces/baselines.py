@@ -116,11 +116,11 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield name and merge of each method that the paper "Mixup Model Merge (M3)" compares with its mixup.
+    """Yield name and merge of each merge with which the paper "Mixup Model Merge (M3)" compares its own.
 
-    `sources` are the experts that are merged. The methods are:
+    `sources` are the experts that are merged. The merges are:
 
-    - task arithmetic and TIES with the coefficients of the paper's table 3, which include the coefficients of table 4
+    - task arithmetic and TIES with all coefficients of the paper's tables 3 and 4
     - DARE with density 0.8, in combination with the average, task arithmetic and TIES
 
     TIES is the variant of the paper's code, which trims whole models.

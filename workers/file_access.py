@@ -56,10 +56,10 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
-        Reading is allowed in the directories of the fields `readable` and `trusted` and everything below them. Reading
-        is not allowed below a directory of the field `closed`, unless a directory of `readable` or `trusted` is itself
-        below this directory. The file `database.url`, which may hold the password of the server's database, is refused
-        in any directory. A URL is checked by the method `url_refusal`.
+        The directories in the fields `readable` and `trusted` may be read with all below them, except the directories
+        in the field `closed` with all below them. If a directory of `readable` or `trusted` is itself below a closed
+        directory, it may be read. The file `database.url`, which may hold the password of the server's database, is
+        refused in any directory. A URL is checked by the method `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))

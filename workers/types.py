@@ -393,7 +393,7 @@ class VerificationReport:
     - `num_tokens`: the number of compared completion tokens
     - `num_without_tokens`: the number of samples that are stored without tokens; the texts of these samples were
       compared
-    - `reason`: why samples were left out
+    - `reason`: why some or all samples were not compared, or None
     """
 
     recipe_digest: str

@@ -159,9 +159,8 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make a function that converts mergekit's parameters to coefficients, for methods that elect signs (TIES).
 
-    In each element, these methods add only the task vectors that have the elected sign, the sign of the sum of all task
-    vectors. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse: "density"
-    first, then "rescale" if the method has a coefficient `rescale`.
+    `sparse` are the names of mergekit's parameters that describe the mask of the sparse task vectors: "density" first,
+    then "rescale" if the method has a coefficient `rescale`. Without names there is no mask.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -184,12 +183,11 @@ def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """Convert mergekit's parameters of a sparse mask to the method's coefficients for this mask.
+    """Convert the parameters that describe a sparse mask in mergekit to coefficients of the merge method.
 
-    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
-    without names the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
-    set to zero. The density 0 is replaced by 1; the replacement has no influence, because the callers give the weight
-    zero to a task vector of which no element is kept (function `_kept`).
+    `values` are the values of mergekit's parameters, and `names` those that describe the mask, "density" first. Without
+    names the result is empty. A density above 1 becomes 1. A density of 0 also becomes 1: the callers drop such a task
+    vector by giving it the weight 0 (function `_kept`).
     """
     if not names:
         return {}

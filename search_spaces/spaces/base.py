@@ -59,8 +59,8 @@ class SearchedModels:
     - `fingerprints`: the content fingerprints of `base` and `experts`
     - `tensors`: the merged model's tensors, keyed by name, in the order in which they are merged: embedding, layers in
       ascending order, head. An output head that is tied to the embedding is not included.
-    - `tied`: maps the name of the output head to the name of the embedding, if the head is tied to the embedding
-      although the base's files store a tensor of the head; otherwise empty
+    - `tied`: for a base whose output head is tied to the embedding but is stored in its files as well: a mapping from
+      the name of the head to that of the embedding; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights of at least 0, keyed by objective, that sum to one. A study
@@ -96,11 +96,9 @@ class LayerGroup:
 class ParameterPlace:
     """The part of a merge that one searched parameter changes.
 
-    A field is None if the parameter changes several layers, parts or experts.
-
-    - `layers`: the layers, such as a layer group
-    - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
-    - `expert`: the alias of the model whose share the parameter changes
+    - `layers`: the layers that the parameter changes, such as a layer group; None if they are not one group
+    - `part`: the component group that it changes, such as attention, or a single tensor; None if it changes several
+    - `expert`: the alias of the model whose share it changes; None if it concerns several models
     """
 
     layers: LayerGroup | None = None

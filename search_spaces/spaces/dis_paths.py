@@ -72,8 +72,8 @@ class DisPaths:
     - `has_scales`: whether a block has a scale, a number within `scale_range`. The scale multiplies the residual stream
       or the MLP's output (field `scale_of`) at the block's last layer.
     - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
-    - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
-      are near one source
+    - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise a random
+      path is a source model with a few changed blocks
     """
 
     base: str
@@ -98,11 +98,7 @@ class DisPaths:
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates of one block; a candidate is a layer that the block may use.
-
-        A block is a group of adjacent layers, and has this group's layers of every model. The result is the number of
-        layers in the group times the number of models.
-        """
+        """The number of layers that one block may use (candidates): its adjacent layers in each of the models."""
         return self.depth_granularity * len(self.models)
 
     @property
@@ -152,10 +148,12 @@ class DisPaths:
     def parameters(self) -> Iterator[Parameter]:
         """The search parameters that describe the layer paths of the space.
 
-        A layer path is the sequence of a merge's layers. It goes through blocks of adjacent layers. A block has one bit
-        for each copy of each layer that it may use; the bit says whether the path has this copy. The order of all
-        copies is one parameter or, if there are too many orders, is given by a sort key for each copy. The block's
-        scale is a further parameter.
+        A layer path is the sequence of a merge's layers. It consists of blocks; a block may use certain layers, each up
+        to `repeats` times (the field), that is, as several copies. A block has these parameters:
+
+        - a bit for each copy, which says whether the path has this copy
+        - the order of all copies: one number or, if there are too many orders, a sort key for each copy
+        - the scale of the block, if the field `has_scales` is True
         """
         for block in range(self.num_blocks):
             names = self._names[block]
@@ -192,12 +190,10 @@ class DisPaths:
     # From configurations to blocks and back.
 
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
-        """The blocks of the merge that a configuration describes.
+        """The blocks of the merge that a configuration describes, shortened to the largest length in the space.
 
-        A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
-        sequence of these layers. If the merge would have more layers than the space allows, some layers are removed. If
-        the field `retains` is True, an empty path means that the base's own layers stay. A block with exactly these
-        layers is then returned with an empty path.
+        A block's path is the sequence of layers that the merge uses in place of a few adjacent layers of the base. If
+        the field `retains` is True, a block that keeps the base's own layers has an empty path.
         """
         spelled = []
         for names in self._names:
@@ -281,10 +277,7 @@ class DisPaths:
         return blocks if is_possible and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge that consists of `blocks`.
-
-        A block has the layers that the merge uses in place of a few adjacent layers of the base.
-        """
+        """The number of layers of the merge that consists of `blocks`."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -298,8 +291,8 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
-        Candidates are numbers that stand for layers which the block may use. `order` contains several copies of each
-        candidate; their number is the field `repeats`. The result contains a key for each copy, ordered by candidate.
+        A candidate is a layer that the block may use, given as a number. `order` contains each candidate `repeats`
+        times (the field), that is, as `repeats` copies. The result has one key for each copy, ordered by candidate.
         Sorting the copies by their keys gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]

@@ -123,10 +123,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """Values of the coefficients that count sources, such as the number of sources that must agree, in one merge.
+        """Values of the coefficients that are numbers of sources, such as how many must agree, keyed by coefficient.
 
         A search does not vary these coefficients. Each has the value that the method declares, but at most
-        `num_operands`, the number of merged models. The keys of the result are the coefficients' names.
+        `num_operands`, the number of merged models.
         """
         return {
             c.name: min(c.searched.value, num_operands)

@@ -1,9 +1,10 @@
 """The image tasks that a study file can name: ten tasks of the HM3 and MergOPT papers, for CLIP's zero-shot heads.
 
 HM3 reports the first eight tasks (SUN397 to DTD); MergOPT reports all ten, with Flowers102 and PCAM. The data sets are
-the copies on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et
-al. 2021, as published with CLIP. The names of classes are the data set's labels; if these labels are not words, the
-names are also from these evaluations.
+the copies on the hub that publications on merging use. A zero-shot head is computed from texts: templates such as "a
+photo of a {}." with the names of the classes. The templates are those of the zero-shot evaluations of Radford et al.
+2021, as published with CLIP. The names are the labels of the data set or, if these are not words, those of the same
+evaluations.
 """
 
 from __future__ import annotations

@@ -61,12 +61,12 @@ class DescribedTask(Section, ABC):
 
     @property
     def minimised(self) -> tuple[str, ...]:
-        """The metrics of the task of which less is better, and whose range the task states."""
+        """Names of the task's metrics that are minimised and have a known range, so that no study needs to state it."""
         return ()
 
     @property
     def part(self) -> str | None:
-        """The part of the data that the task has, such as a split; None if the task has all data."""
+        """Name of the part of the data that the task uses, such as a split; None if it uses all data."""
         return None
 
     @property

@@ -324,7 +324,7 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """List the merges that a mergekit slice states for one merged layer, by part ("piece") of the layer.
+    """The merges of one merged layer, keyed by the names of its parts ("pieces") in a mergekit file.
 
     `index` is the index of the layer in `recipe`. A piece is a component, such as "mlp". If single tensors of the
     recipe have separate merges, a piece is a tensor, by its name within the layer; `layout` has the names of the

@@ -158,7 +158,7 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters of the base model that mergekit reads only for other models.
+        """Warn if the file gives the base model parameters that mergekit ignores there, because only experts have them.
 
         `inputs` are the models of a slice. `base` is the base of this slice, or None if the slice has no base.
         """
