@@ -72,10 +72,10 @@ def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def turn_if_writable(place: Path) -> Iterator[None]:
-    """Context manager that locks `place`, or does not lock it if this process may not write the lock file of `place`.
+    """Context manager that locks `place` as `turn` does, or goes on without a lock if the lock file cannot be written.
 
-    The lock is the lock of the context manager `turn`. The lock file cannot be written on a read-only disk, or if
-    another user has made the file. Several processes may then do the same work; the log says so.
+    It cannot be written on a read-only disk, or if another user has made the file. Several processes may then do the
+    same work; the log says so.
     """
     with ExitStack() as stack:
         try:

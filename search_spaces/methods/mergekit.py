@@ -84,7 +84,8 @@ class Counterpart:
       parameters
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
-    - `exact_at`: the values of coefficients, keyed by name, at which the two methods agree, if they do not always agree
+    - `exact_at`: the values of our method's coefficients, keyed by name, at which mergekit computes the same tensors;
+      empty if this does not depend on coefficients
     """
 
     method: str
@@ -116,11 +117,12 @@ def generalized(
     the parameters `density` and `rescale` have no effect.
 
     - `method`: mergekit's name of the variant
-    - `coefficients`: converts mergekit's parameters to coefficients
-    - `others`: parameters of this variant alone
+    - `coefficients`: converts the values of mergekit's parameters to coefficients of our method
+    - `others`: further parameters of this variant
     - `normalize` and `rescale`: the defaults of these two parameters
-    - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
-    - `settings`: the values that mergekit's boolean parameters must have to give this method, keyed by name
+    - `exact_at`: the values of our method's coefficients at which mergekit computes the same tensors; None if it always
+      does
+    - `settings`: the values of mergekit's boolean parameters with which mergekit computes our method, keyed by name
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -173,11 +175,10 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """For each task vector of a merge, whether its sparse mask keeps at least one element.
+    """For each task vector of a merge, whether its sparse mask keeps at least one element: its density is not 0.
 
-    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
-    mask keeps no element of a task vector whose parameter `density` is 0. If there are no names, there is no mask, and
-    all elements are kept.
+    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
+    without names there is no mask, and all elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 

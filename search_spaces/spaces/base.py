@@ -98,7 +98,7 @@ class ParameterPlace:
 
     - `layers`: the layers that the parameter changes, such as a layer group; None if they are not one group
     - `part`: the component group that it changes, such as attention, or a single tensor; None if it changes several
-    - `expert`: the alias of the model whose share it changes; None if it concerns several models
+    - `expert`: the alias of the model whose share it changes; None if it changes no share, or several
     """
 
     layers: LayerGroup | None = None
@@ -111,9 +111,8 @@ class SpaceDescription:
     """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
-    - `component_groups`: the parts of a layer that have separate coefficients, keyed by name. The value lists the
-      components (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this
-      component.
+    - `component_groups`: the parts of a layer that have separate coefficients; maps the name of a part to the
+      components (attention, MLP, norms) that it consists of, or to the one component of which it is a piece
     - `text`: a description of the searched parameters, in words
     """
 
@@ -162,7 +161,7 @@ class LayeredSpace(SearchSpace, Protocol):
 
     @property
     def max_layers(self) -> int:
-        """The largest number of layers that a merge in this space has."""
+        """The largest number of layers that a merge in this space may have."""
         ...
 
 
@@ -227,11 +226,10 @@ class Coefficients(Protocol):
 
     @property
     def method(self) -> str:
-        """The name of the merge method that has the coefficients.
+        """The name of a merge method that has the searched coefficient.
 
-        If tensors are merged by several methods, the result is one of them. Any of them may be used to look up the
-        default of the searched coefficient, such as 0, because the default is the same for all these methods. The
-        default is needed because a recipe leaves out a coefficient that has its default.
+        Its declaration gives the default of the coefficient, which a recipe leaves out. If tensors are merged by
+        several methods, the result is one of them; the default is the same for all.
         """
         ...
 

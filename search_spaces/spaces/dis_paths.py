@@ -5,7 +5,7 @@ candidates, numbered by layer, then by model. Each candidate has R copies, so th
 path is the sequence of the candidates that the block uses. A configuration describes this path with a bit for each copy
 and an order of all copies. The copies of a candidate are equal, so there are P = n! / R!^(M D) orders. If P is at most
 MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list of all orders. Otherwise the
-order is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th bit.
+order is given by a sort key for each copy. The r-th bit of a candidate is for its r-th copy in the order.
 
 Many configurations describe the same path. The class `DisPaths` stores one of these configurations: the path uses the
 first copies of each candidate, and the order is the first order that gives the path with these bits.
@@ -45,9 +45,9 @@ SCALE_DEVIATION = 0.11
 class Block:
     """The part of a merge that stands for one block, a group of adjacent layers at the same depth of all models.
 
-    `path` is the sequence of the layers that the merge uses in place of this group, as the numbers of candidates; a
-    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path` (field
-    `DisPaths.scale_of`).
+    `path` is the sequence of layers that the merge uses in place of the group; each is given as the number of a
+    candidate, a layer that the block may use. `scale` is a factor at the last layer of `path`: on the residual stream
+    or on the MLP's output, as the field `DisPaths.scale_of` says.
     """
 
     path: tuple[int, ...]
@@ -103,11 +103,7 @@ class DisPaths:
 
     @property
     def num_copies(self) -> int:
-        """The number of copies of all candidates (layers that a block may use) of one block.
-
-        The field `repeats` is the number of copies of a candidate, because the block may use a layer up to this number
-        of times.
-        """
+        """The number of layers that one block may use (candidates), each counted as often as it may be used."""
         return self.num_candidates * self.repeats
 
     @property
@@ -148,8 +144,9 @@ class DisPaths:
     def parameters(self) -> Iterator[Parameter]:
         """The search parameters that describe the layer paths of the space.
 
-        A layer path is the sequence of a merge's layers. It consists of blocks; a block may use certain layers, each up
-        to `repeats` times (the field), that is, as several copies. A block has these parameters:
+        A layer path is the sequence of a merge's layers. It consists of blocks. A block may use each of certain layers
+        up to `repeats` times (a field of the class), so each of these layers has `repeats` copies. A block has these
+        parameters:
 
         - a bit for each copy, which says whether the path has this copy
         - the order of all copies: one number or, if there are too many orders, a sort key for each copy
@@ -291,8 +288,8 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
-        A candidate is a layer that the block may use, given as a number. `order` contains each candidate `repeats`
-        times (the field), that is, as `repeats` copies. The result has one key for each copy, ordered by candidate.
+        A candidate is a layer that the block may use, given as a number. `order` contains `repeats` copies of each
+        candidate (`repeats` is a field of the class). The result has one key for each copy, ordered by candidate.
         Sorting the copies by their keys gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
@@ -406,8 +403,8 @@ class DisPaths:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
         A path is a sequence of layers, and candidates are the layers that the block may use. `rng` gives the random
-        numbers. If the field `retains` is True, an empty path stands for the base's own layers of the block. If also
-        `size` is the number of these layers, the empty path is drawn with probability 1 / (number of models + 1).
+        numbers. If the field `retains` is True, an empty path stands for the base's own layers. With the `size` of
+        these layers, the result is therefore sometimes empty: with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()

@@ -388,7 +388,7 @@ class Hm3Space:
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
         merged from the experts, with weights by a preference vector; `number` is the index of this vector. If several
-        models contain the same layer, its step number is the number of the layer in the first of these models.
+        models contain the same layer, its step number is the one for the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}

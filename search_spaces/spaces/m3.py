@@ -135,8 +135,8 @@ class M3Space:
 
         - There are no experts.
         - There is one expert, and the average is the only merge method.
-        - There are too many experts to try all their orders, which shares by a p-series need (proportional to k^-p for
-          the k-th expert).
+        - Shares are by a p-series (the k-th expert's share is proportional to k^-p), and there are too many experts to
+          try all their orders.
         - The option `orders` has an order that does not contain each expert once.
         """
         if problems := tuple(_problems(models, section)):

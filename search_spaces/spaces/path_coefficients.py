@@ -67,9 +67,10 @@ class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
     A layer path is a sequence of layers of several models; `recipe` describes the merge that has these layers. The
-    class is immutable and implements the interface `Coefficients`. In every part of the model that the recipe takes
-    unchanged from a model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the
-    lowest and the highest scale) is given, the scales of all layers except the last are also parameters.
+    class is immutable and implements the interface `Coefficients`. A part of the model that the recipe takes unchanged
+    from a model, or merges by task arithmetic, has a coefficient for each of `experts`. A part with another merge
+    method has the method's own coefficients. If `scale_range` (the lowest and the highest scale) is given, the scales
+    of all layers except the last are also parameters.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -147,7 +148,8 @@ def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, flo
     for its strength.
 
     `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. `merge` is in
-    canonical form, and all its sources are in the same layer. Its own coefficients may be outside of the range.
+    canonical form, and all its sources are in the same layer. If its own coefficients are outside of the range, the
+    caller extends the range.
     """
     if merge.method in ("passthrough", "task_arithmetic"):
         layer = merge.sources[0].layer

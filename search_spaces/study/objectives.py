@@ -37,7 +37,7 @@ class DescribedTask(Section, ABC):
     @property
     @abstractmethod
     def place_key(self) -> str:
-        """The key under which the study file names the data."""
+        """The key that names the data in the task's description in a study file, such as "file" or "images"."""
 
     @property
     @abstractmethod

@@ -1,7 +1,7 @@
 """Conversion of validation errors to messages for users: the value, the accepted values, the nearest known name.
 
-pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies; names
-that are reserved for later versions are arguments.
+pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies: the
+names of values and keys that are planned for later versions are given by the caller (`MessageHints`).
 """
 
 from __future__ import annotations

@@ -36,7 +36,7 @@ class AlignmentInputs:
     - `family`: the base model and the experts that are merged
     - `pool`: the models whose layers may be joined by alignments, keyed by name; a model is given by the recipe of a
       merge of `family`
-    - `tasks`: the task of each objective, whose prompts are the texts
+    - `tasks`: the task of each objective; alignments are learned on prompts of these tasks
     - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
     - `options`: the engine's options, on which prompts depend
     - `kind`: the kind of alignment, "moments" or "mlp"

@@ -122,8 +122,8 @@ def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
     """Unmerged parts of an export, such as classification heads; None for language models and encoders without heads.
 
     If the base is a whole CLIP model, the parts are all its tensors outside the vision tower. Otherwise the parts are
-    the heads of the models in `bank`. The main head is the base's head or, if the base has no head, the head of the
-    first expert with a head. Tensors have the dtype `dtype`.
+    the heads of the models in `bank`. The checkpoint itself gets one of them (the main head): the base's or, if the
+    base has no head, that of the first expert with a head. Tensors have the dtype `dtype`.
     """
     checkpoints = bank.sources.checkpoints
     base = checkpoints[bank.sources.base_alias]

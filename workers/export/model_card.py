@@ -189,10 +189,10 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """Name of a source model in a model card, if the source is itself an export; None if `directory` is no export.
+    """Name of a source model in a model card, made from its recipe if it is itself an export; otherwise None.
 
-    The name consists of the digest and the models of the source's recipe and, if it is known, the study that found the
-    recipe.
+    `directory` is the source's directory. The name has the recipe's digest and models and, if it is known, the study
+    that found the recipe.
     """
     document = _recipe_document(directory)
     if document is None:

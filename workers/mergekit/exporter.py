@@ -175,8 +175,8 @@ def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple
     """Names that a mergekit configuration gives to the models of `sources`, keyed by alias.
 
     An adapter has two names, (BASE, ADAPTER); any other model has one name. A model without a hub id is named by its
-    directory or, if `has_directories` is False, by its alias. The alias of a model that only an adapter changes is
-    ADAPTER-base.
+    directory or, if `has_directories` is False, by its alias. If the model that an adapter changes is not itself among
+    `sources`, its alias is that of the adapter with the suffix "-base".
     """
     aliases = {checkpoint.directory.resolve(): alias for alias, checkpoint in sources.checkpoints.items()}
 
@@ -409,7 +409,7 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 
 
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
-    """Make one mergekit slice per layer for a recipe that copies whole layers, some of them moved or repeated.
+    """Make one mergekit slice per layer for a recipe that copies whole layers, with at least one not at its own index.
 
     Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
     last layer's model; if the recipe takes them from other models, the result is also None.
