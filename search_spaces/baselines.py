@@ -56,9 +56,9 @@ def all_baselines(
 
     The baselines are in this order: the base model, each expert alone, and published ways to merge all experts. `base`
     and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers
-    of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
-    its values are those of the function `baseline_labels`. Every recipe is in canonical form. If two baselines have
-    equal recipes, only the first one is returned.
+    of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines,
+    in the same way as the argument `chosen` of the function `baseline_labels`. Every recipe is in canonical form. If
+    two baselines have equal recipes, only the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}

@@ -419,10 +419,10 @@ class DisPaths:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of the search parameters of one block: the layers that a merge uses in place of a few adjacent layers.
+    """The names of the search parameters of one block, that is, of the layers in place of a few layers of the base.
 
-    - `bits`: the parameters that say which copies of layers the block uses
-    - `order`: the parameter for the order of the copies; None if there is only one order, or too many
+    - `bits`: one parameter for each copy of each layer that the block may use: whether the block uses it
+    - `order`: the parameter for the order of the copies; None if there is only one order, or too many for one number
     - `keys`: if there are too many orders, the sort keys that define the order; otherwise empty
     - `scale`: the parameter for the block's scale; None if the block has no scale
     """

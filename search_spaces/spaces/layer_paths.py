@@ -357,8 +357,8 @@ class LayerPaths:
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random layer sequence made of `num_blocks` blocks; a block has consecutive layers.
 
-        People who join layers of several models by hand usually write such sequences (paths). `rng` gives the random
-        numbers. Returns None if the drawn blocks together are not a path of the space.
+        Merges by hand ("frankenmerges") usually are such sequences (paths). `rng` gives the random numbers. Returns
+        None if the drawn blocks together are not a path of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:
