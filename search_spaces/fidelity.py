@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and the reduction factor eta.
 
-The budget of a rung is its number of samples, the same for every objective. Brackets follow Li et al., "Hyperband"
-(2018), algorithm 1; bracket sizes are equal to SMAC's. This module does not depend on trials or scores.
+A budget is the number of samples at a rung. Brackets follow Li et al., "Hyperband" (2018), algorithm 1; bracket sizes
+are equal to SMAC's. This module does not depend on trials or scores.
 """
 
 from __future__ import annotations

@@ -84,8 +84,8 @@ class Counterpart:
       parameters
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
-    - `exact_at`: the values of our method's coefficients, keyed by name, at which mergekit computes the same tensors;
-      empty if this does not depend on coefficients
+    - `exact_at`: the values of the merge method's coefficients, keyed by name, at which mergekit computes the same
+      tensors; empty if this does not depend on coefficients
     """
 
     method: str
@@ -117,12 +117,13 @@ def generalized(
     the parameters `density` and `rescale` have no effect.
 
     - `method`: mergekit's name of the variant
-    - `coefficients`: converts the values of mergekit's parameters to coefficients of our method
+    - `coefficients`: converts the values of mergekit's parameters to the merge method's coefficients
     - `others`: further parameters of this variant
     - `normalize` and `rescale`: the defaults of these two parameters
-    - `exact_at`: the values of our method's coefficients at which mergekit computes the same tensors; None if it always
-      does
-    - `settings`: the values of mergekit's boolean parameters with which mergekit computes our method, keyed by name
+    - `exact_at`: the values of the merge method's coefficients at which mergekit computes the same tensors; None if
+      this does not depend on coefficients
+    - `settings`: the values of mergekit's boolean parameters with which mergekit computes the merge method, keyed by
+      name
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -139,10 +140,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make a function that converts mergekit's parameters to coefficients, for methods that add task vectors.
 
     The coefficient lambda of each source is mergekit's weight of the source times mergekit's lambda. If mergekit
-    normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters for the
-    mask that makes task vectors sparse, if the method has one: "density" first, then "rescale" if the method has a
-    coefficient `rescale`. A source with density 0 gets the lambda 0, but its weight is included in the sum of all
-    weights.
+    normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters that
+    describe the mask of the sparse task vectors: "density" first, then others, such as "gamma". Without names there is
+    no mask. A source with density 0 gets the lambda 0, but its weight counts in the sum of all weights.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -162,7 +162,7 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make a function that converts mergekit's parameters to coefficients, for methods that elect signs (TIES).
 
     `sparse` are the names of mergekit's parameters that describe the mask of the sparse task vectors: "density" first,
-    then "rescale" if the method has a coefficient `rescale`. Without names there is no mask.
+    then others, such as "gamma". Without names there is no mask.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:

@@ -1,7 +1,7 @@
 """Merge methods of mergekit with settings that differ from mergekit's defaults.
 
-They are weighted sums and SLERP with weights that are not divided by their sum, NuSLERP of the rows or the columns of
-task vectors, and methods that rescale trimmed task vectors.
+They are the weighted sum and multi-SLERP with weights that are not divided by their sum, NuSLERP of the rows or the
+columns of task vectors, and methods that rescale trimmed task vectors.
 """
 
 from __future__ import annotations

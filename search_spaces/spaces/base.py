@@ -96,8 +96,9 @@ class LayerGroup:
 class ParameterPlace:
     """The part of a merge that one searched parameter changes.
 
-    - `layers`: the layers that the parameter changes, such as a layer group; None if they are not one group
-    - `part`: the component group that it changes, such as attention, or a single tensor; None if it changes several
+    - `layers`: the layer or layer group that it changes; None if it is not confined to one
+    - `part`: the component group that it changes, such as attention, or a tensor, or a part outside of layers, such as
+      the embedding; None if it is not confined to one
     - `expert`: the alias of the model whose share it changes; None if it changes no share, or several
     """
 
@@ -228,8 +229,8 @@ class Coefficients(Protocol):
     def method(self) -> str:
         """The name of a merge method that has the searched coefficient.
 
-        Its declaration gives the default of the coefficient, which a recipe leaves out. If tensors are merged by
-        several methods, the result is one of them; the default is the same for all.
+        A recipe leaves out a coefficient that has its default; the declaration of this method gives the default. If
+        tensors are merged by several methods, the result is one of them; the default is the same for all.
         """
         ...
 

@@ -144,8 +144,8 @@ class DisPaths:
     def parameters(self) -> Iterator[Parameter]:
         """The search parameters that describe the layer paths of the space.
 
-        A layer path is the sequence of a merge's layers. It consists of blocks. A block may use each of certain layers
-        up to `repeats` times (a field of the class), so each of these layers has `repeats` copies. A block has these
+        A layer path is the sequence of a merge's layers. It consists of blocks. A block may use each of its candidate
+        layers up to `repeats` times (a field of the class), so each of them has `repeats` copies. A block has these
         parameters:
 
         - a bit for each copy, which says whether the path has this copy
@@ -187,10 +187,11 @@ class DisPaths:
     # From configurations to blocks and back.
 
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
-        """The blocks of the merge that a configuration describes, shortened to the largest length in the space.
+        """The blocks of the merge that a configuration describes.
 
         A block's path is the sequence of layers that the merge uses in place of a few adjacent layers of the base. If
-        the field `retains` is True, a block that keeps the base's own layers has an empty path.
+        the field `retains` is True, a block that keeps the base's own layers has an empty path. If the merge would have
+        more layers than the space allows, some are left out.
         """
         spelled = []
         for names in self._names:
@@ -403,8 +404,8 @@ class DisPaths:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
         A path is a sequence of layers, and candidates are the layers that the block may use. `rng` gives the random
-        numbers. If the field `retains` is True, an empty path stands for the base's own layers. With the `size` of
-        these layers, the result is therefore sometimes empty: with probability 1 / (number of models + 1).
+        numbers. If the field `retains` is True, an empty path stands for the base's own layers. If `size` is the number
+        of these layers, the result is therefore sometimes empty: with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()

@@ -1,7 +1,7 @@
 """Coefficients along a layer path: each layer of the path becomes a merge of the same layer of several models.
 
 This is the parameter level of HM3 ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", equation
-1b): the parameters of step t are a merge of layer l_t of all models with the same base. The layers are those of a path
+1b): the weights of step t are a merge of layer l_t of all models with the same base. The layers are those of a path
 that a search has found. With the default coefficients, the merge is this path:
 
 - A layer of an expert becomes task arithmetic. By default the coefficient of this expert is 1, and those of all other
