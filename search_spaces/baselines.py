@@ -1,8 +1,8 @@
 """Baselines: recipes that a search is compared with, the source models and merges recommended in the literature.
 
 - Uniform average: Wortsman et al., "Model soups" (2022).
-- Task arithmetic: Ilharco et al. (2022). Lambda is 1/n, the recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0, so that a
-  gain over the best baseline cannot come from a better lambda alone.
+- Task arithmetic: Ilharco et al. (2022). Lambda is 1/n for n experts, the recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0,
+  so that a gain over the best baseline cannot come from a better lambda alone.
 - TIES: Yadav et al. (2023), with k = 0.2 and lambda = 1.
 """
 

@@ -99,10 +99,10 @@ def _is_locked(file: IO[str]) -> bool:
 def scratch(num_bytes: int, *, name: str, places: Sequence[Path]) -> Iterator[Path]:
     """Context manager that yields a new directory for `num_bytes` of temporary files, and removes it at the end.
 
-    The directory is made in the first of `places` whose disk has this space and SCRATCH_MARGIN bytes more. `name` is
-    the purpose of the files, and begins the directory's name. First, directories of the same purpose that killed
-    processes left behind are removed. Raises OSError (ENOSPC) if no disk has the space; the message has the free space
-    of each disk.
+    The directory is made in the first of `places` whose disk has room for these files and for SCRATCH_MARGIN bytes
+    more. `name` is the purpose of the files, and begins the directory's name. First, directories of the same purpose
+    that killed processes left behind are removed. Raises OSError (ENOSPC) if no disk has the room; the message has the
+    free space of each disk.
     """
     seen = []
     for place in places:

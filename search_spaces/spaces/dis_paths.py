@@ -480,9 +480,10 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
     """Encode a path through one block as bits and an order of layers.
 
     The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for the layers that the
-    block may use. The order has `repeats` copies of each candidate. The bits select the copies that the path uses: the
-    first copies of each candidate. The path is the selected copies, in their order. If several orders give the path,
-    the lexicographically first is returned. Raises ValueError if the path uses a candidate more than `repeats` times.
+    block may use. Each candidate has `repeats` copies. The order lists all copies of all candidates; the bits select
+    copies, and the selected ones, in this order, are the path. If the path uses a candidate n times, its first n copies
+    are selected. If several orders give the path, the lexicographically first is returned. Raises ValueError if the
+    path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:

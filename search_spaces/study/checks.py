@@ -1,4 +1,4 @@
-"""Contradictions between the fields of a study, and names of features that are not available yet.
+"""Contradictions between the fields of a study, and the planned values and keys that are not accepted yet.
 
 Each check receives only sections that are valid on their own, so that all problems can be reported at once.
 """

@@ -27,7 +27,8 @@ class ImageSuite:
     """Description of an image task that a study file can name.
 
     - `data`, `config`: the name of the data set on the hub, and its configuration if it has several
-    - `sizes`: maps the split "test" to its number of images; data sets have further splits, such as "train"
+    - `sizes`: the number of images of the split "test", keyed by "test"; further splits, such as "train", are not
+      listed
     - `templates`: texts that describe a class, with {} in place of its name
     - `classes`: the names of the classes in the order of the labels; None if the names in the data set are used
     - `paper`, `licence`: the tables that report the task, and the licence of the data

@@ -201,7 +201,8 @@ def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str,
 
     `place` is a sequence of keys, list positions and tags (names of a value's form) that pydantic reports. Several
     parts of `schema` may describe the value. The result is the first part that has properties. If no part has
-    properties, it is the first part with an enumeration, a constant or a type, or an empty mapping.
+    properties, it is the first part with an enumeration, a constant or a type; without such a part it is an empty
+    mapping.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")

@@ -1,7 +1,8 @@
 """Cache of learned alignments: the alignment of each pair of layers is learned only once.
 
-An alignment is a function of the two layers' weights, the texts and the kind. Therefore all studies and paths that need
-the alignment of a pair use the same alignment. Recipes name it by the sha256 of its file.
+An alignment depends only on the weights of the two layers, on the texts from which it is learned, and on its kind.
+Therefore all studies and paths that need the alignment of a pair use the same alignment. Recipes name it by the sha256
+of its file.
 """
 
 from __future__ import annotations

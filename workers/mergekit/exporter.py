@@ -2,9 +2,9 @@
 
 A configuration has one merge method. Therefore all merges of a recipe must have one method: a weighted sum of models
 (passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
-counterpart in mergekit. Recipes that mergekit would compute differently are refused. mergekit may choose other elements
-among equal magnitudes, draws other random masks, and differs in corner cases. The functions use mergekit's
-configuration format, but not its code.
+counterpart in mergekit. Recipes that mergekit would compute differently are refused: it may choose other elements among
+equal magnitudes, draws other random masks, and differs in corner cases. The functions use mergekit's configuration
+format, but not its code.
 """
 
 from __future__ import annotations

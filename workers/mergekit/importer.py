@@ -1,7 +1,7 @@
-"""Conversion of mergekit configurations to recipes that give the same tensors.
+"""Conversion of mergekit configurations to recipes of the same merges.
 
 Slices of layers, gradients (values that are interpolated over the layers of a slice) and filters on tensor names have
-mergekit's meaning. This module does not locate models. Results differ from mergekit's in three ways:
+mergekit's meaning. This module does not locate models. The merged tensors differ from mergekit's in three ways:
 
 - All arithmetic is in float32, and results are rounded once, to `out_dtype` or `dtype`.
 - Random masks are drawn by tensor name from one seed.
