@@ -35,11 +35,10 @@ SCALED = 0.5
 class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    The class implements the interface `Structure`, the rules for drawing random configurations and for storing one of
-    several equivalent configurations. Each of `models` has `num_layers` layers. If `max_jump` is a number, layer l is
-    followed by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then
-    at most `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. If `max_jump`
-    is None, any layer may follow any other layer.
+    The class implements the interface `Structure`. Each of `models` has `num_layers` layers. If `max_jump` is a number,
+    layer l is followed by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a
+    path is then at most `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. If
+    `max_jump` is None, any layer may follow any other layer.
 
     The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
     from a preference vector. There are `num_preferences` preference vectors. A path uses one of these vectors, and its
@@ -105,7 +104,7 @@ class LayerPaths:
     def layer_of(self, step: int) -> int:
         """Index of the layer, in its own model, that the step number `step` stands for.
 
-        A layer path is a sequence of step numbers. Each number stands for one layer of one model.
+        A step number is a number for one layer of one model; a layer path is a sequence of step numbers.
         """
         return step % self.num_layers
 
@@ -358,8 +357,8 @@ class LayerPaths:
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random layer sequence made of `num_blocks` blocks; a block has consecutive layers.
 
-        People who join layers of several models by hand usually write such sequences (paths). `rng` gives the random
-        numbers. Returns None if the drawn blocks together are not a path of the space.
+        Merges by hand ("frankenmerges") usually are such sequences (paths). `rng` gives the random numbers. Returns
+        None if the drawn blocks together are not a path of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:
