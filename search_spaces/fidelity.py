@@ -125,8 +125,8 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
     """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
     With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With the scheduler `racing`,
-    each configuration has a separate bracket. With the scheduler `asha` or `none`, or with the scheduler `hyperband` on
-    a single rung, one bracket has all `max_trials` configurations. `num_rungs` is the number of rungs, and one
+    it is one bracket of one configuration. With the scheduler `asha` or `none`, or with the scheduler `hyperband` on a
+    single rung, one bracket has all `max_trials` configurations. `num_rungs` is the number of rungs, and one
     configuration in `eta` is promoted.
     """
     if scheduler == "racing":

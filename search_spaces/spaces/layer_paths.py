@@ -210,6 +210,16 @@ class LayerPaths:
             return None
         return self.preference(configuration)
 
+    def with_preference(self, configuration: Configuration, preference: int) -> Configuration:
+        """The configuration with the same path (sequence of layers), merged for another preference vector.
+
+        `preference` is the index of the vector that gives the experts' weights in merged layers. A path without merged
+        layers is returned as it is.
+        """
+        if self.merged_preference(configuration) is None:
+            return configuration
+        return {**configuration, PREFERENCE: preference}
+
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
         """The scales of all layers except the last in the sequence of layers that a configuration describes.
 

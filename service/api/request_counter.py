@@ -46,7 +46,7 @@ class Histogram:
 
 
 class RequestCounter:
-    """Thread-safe counts and latencies of requests by HTTP method, route and status, and the open event streams.
+    """Thread-safe counts and latencies of requests by HTTP method, route and status, and number of open event streams.
 
     Requests are counted by their route's template, such as `/v1/studies/{study_id}`, and not by their path, because
     the number of paths has no limit.

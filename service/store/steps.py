@@ -95,8 +95,8 @@ class _Measurement(_Request):
 class LossesRequest(_Measurement):
     """A searcher's request for the mean loss of each objective for one merge, without gradients.
 
-    `point` names the merge: it has the values of all parameters of the search space. Each sample for which a loss is
-    computed counts as one sample (`charge`) against the study's limit of samples.
+    `point` names the merge: it has the values of all parameters of the search space. `charge` is the number of samples
+    that each computed loss takes from the study's limit of samples.
     """
 
     kind: Literal["losses"] = "losses"
@@ -110,8 +110,8 @@ class GradientRequest(_Measurement):
     `point` names the merge: it has the values of all parameters of the search space. The gradient is with respect to
     these parameters. `weights` has the weight of each objective's loss in the sum. `descent` is the number, from 0, of
     the gradient descent that needs the gradient. `preference` is the preference vector (the user's weights of the
-    objectives) for which this descent searches; it is empty if the study has none. Each sample counts as three samples
-    (`charge`) against the study's limit of samples.
+    objectives) for which this descent searches; it is empty if the study has none. `charge` is the number of samples
+    that the loss and the gradient of each sample take from the study's limit of samples.
     """
 
     descent: int

@@ -122,8 +122,8 @@ def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: Open
     """Find the results of the earlier study that `search.warm_start` in the study file names.
 
     `preflight` is the checked new study, `resolved` has the models, tasks and rungs that are stored with it, and
-    `open_study` opens the earlier study. Returns a description of the results, still without the digest of the file in
-    which they will be stored, and the content of this file.
+    `open_study` opens the earlier study. Returns two values: a description of the results, and the content of the file
+    in which they will be stored. The description does not have the digest of this file yet.
 
     Raises NotFound if there is no such study. Raises Conflict if the earlier study has no results, or if the two
     studies differ in models, search space or objectives.

@@ -138,8 +138,8 @@ def _loaded_index() -> Mapping[str, Any]:
 def _lm_eval_index(directory: Path) -> dict[str, Any]:
     """The index of lm-eval's tasks in `directory`: lm-eval's object `Entry` for each name.
 
-    The index is built once for each installed content of lm-eval, and then read from the cache. If the installation
-    does not list its files, each call builds the index.
+    The index is cached, and built anew if the installed files of lm-eval have changed. If the installation does not
+    list its files, each call builds the index.
     """
     from lm_eval.tasks._index import TaskIndex
 

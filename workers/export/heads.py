@@ -101,7 +101,7 @@ class ExportedHeads:
         return self.tensors[self.main]
 
     def write(self, directory: Path) -> None:
-        """Write a file for each head, and a list of the heads, to the export in `directory`."""
+        """Write each task's classification head to a file of its own in the export `directory`, and a list of them."""
         place = directory / HEADS_DIR
         place.mkdir(exist_ok=True)
         for alias, tensors in self.tensors.items():

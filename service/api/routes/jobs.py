@@ -378,8 +378,8 @@ def _edit(
     """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
     `kind` is the job's kind, which says what can be edited. `if_match` is the request's header If-Match, which names
-    the version of the job that the sender of the request has read. `reason` is the reason that the sender gives, for
-    the event; None states no reason. Raises Refusal with one of these statuses:
+    the version of the job that the sender of the request has read. `reason` is the sender's reason, which is
+    recorded with the event of the edit; None states no reason. Raises Refusal with one of these statuses:
 
     - 428: the header is missing
     - 412: the job was edited after the sender had read it

@@ -95,7 +95,7 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 
 
 def _preference(step: GradientStep) -> Mapping[str, float]:
-    """The user's weights of the objectives in the gradient descent that the gradient `step` is a part of.
+    """The weights that the user gave to the objectives, for the gradient descent to which `step` belongs.
 
     In a study without such weights, all weights are equal.
     """

@@ -296,11 +296,12 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     index of its preference vector (weights of the objectives); this index becomes a part of the configuration.
     `context` has the known results, and `training` trains the policies.
 
-    A share of the episodes propose a mutant of one of the best paths so far. A mutant keeps the vector of its path's
-    merged layers, if there are any; merged layers that it adds to another path have the episode's vector. A policy's
-    path that was proposed before is replaced by a mutant of it, if a new mutant is found. The best paths are chosen
-    only among baselines and trials that must have ended before this episode is built, so the result does not depend on
-    the number of engines.
+    A share of the episodes propose a mutant of one of the best paths so far. If one policy has all vectors as inputs, a
+    mutant keeps the vector of its path's merged layers, and merged layers that it adds to a path without any have the
+    episode's vector. A policy of one vector knows only the merged model of this vector, so all merged layers of its
+    mutants have this vector. A policy's path that was proposed before is replaced by a mutant of it, if a new mutant is
+    found. The best paths are chosen only among baselines and trials that must have ended before this episode is built,
+    so the result does not depend on the number of engines.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
@@ -313,6 +314,8 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
             outcomes = outcomes_of(values, played.preference, options.scalarisation)
             elites = archive([o.configuration for o in scored], outcomes, size=options.archive)
             parent = elites[int(rng.integers(len(elites)))]
+            if added is not None and not training.options.is_conditioned:
+                parent = paths.with_preference(parent, added)
             found = unseen_near(paths, parent, known, rng, preference=added)
             if found is not None:
                 return found
@@ -328,9 +331,9 @@ def _vectors_of(
     """The preference vector for which a policy learns from each path, by its index; None is the vector of the episode.
 
     A path is a sequence of layers, some of which may be merged from the experts by one preference vector (weights of
-    the objectives). A mutant of a good path keeps the vector of this path's merged layers. A policy that has the vector
-    as an input learns from such a path what it is worth for that vector. Policies of one vector, which do not know
-    other merged models, learn from it as from their own.
+    the objectives). A mutant of a good path may keep the vector of this path's merged layers. A policy that has the
+    vector as an input learns from such a path what it is worth for that vector. Since version 4, the paths of policies
+    of one vector are merged for their own vector; policies of earlier versions learn from all paths as from their own.
     """
     paths = paths_of(parameters)
     if not training.options.is_conditioned or training.options.version < FIRST_WITH_OWN_VECTORS:

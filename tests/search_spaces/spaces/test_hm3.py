@@ -344,6 +344,14 @@ def test_mutants_keep_a_vector_and_add_the_given_one() -> None:
     assert own.merged_preference(plain) is None
 
 
+def test_a_path_is_merged_for_another_vector() -> None:
+    """The layers stay; a path without merged layers has no vector."""
+    own = space("hm3", WITH_VECTORS, merged=MergedOptions()).paths
+    plain, merged = own.configuration(range(4)), own.configuration(range(12, 16), preference=0)
+    assert own.with_preference(plain, 1) == plain
+    assert own.with_preference(merged, 1) == own.configuration(range(12, 16), preference=1)
+
+
 def test_unmerged_path_ignores_preferences() -> None:
     """A path without merged layers is the same under every preference vector."""
     own = space("hm3", WITH_VECTORS, merged=MergedOptions())

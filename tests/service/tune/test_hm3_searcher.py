@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from search_spaces.spaces.base import SearchSpace
+from search_spaces.spaces.layer_paths import MERGED
 from search_spaces.study.search import PolicyOptions
 from search_spaces.study.search import Search as SearchSection
 from service.store import Store
@@ -255,6 +256,24 @@ def test_conditioned_policies_learn_paths_for_the_vector_of_their_merged_layers(
             own = [turn if vector is None else vector for turn, vector in zip(own, merged, strict=True)]
         # The warm-up, one iteration, is not learned from.
         assert learned == [vectors[each][0] for each in own[POLICY.episodes :][: len(learned)]]
+
+
+def test_policies_of_one_vector_know_its_merged_layers_only(tmp_path: Path) -> None:
+    """Mutants of a path with merged layers of the other vector have those of their policy's vector, since version 4."""
+    vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
+    foreign = {}
+    for version in (3, 4):
+        told = setting(preferences=vectors, options=with_policy(elite_share=1.0), version=version)
+        search = Search(tmp_path / str(version), told=told, merged={}, preferences=INTERIOR).run()
+        with_merged = [
+            (number // POLICY.episodes % 2, configuration["preference"])
+            for number, configuration in enumerate(proposed_in(search))
+            if MERGED in configuration.values()
+        ]
+        assert {vector for vector, _ in with_merged} == {0, 1}
+        foreign[version] = sum(vector != preference for vector, preference in with_merged)
+    assert foreign[3] > 0
+    assert foreign[4] == 0
 
 
 def proposed_in(search: Search) -> list[Mapping[str, Any]]:

@@ -247,7 +247,7 @@ class Canary:
         return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}", bounds=bounds)
 
     def _calibration_key(self) -> str:
-        """Cache key of the calibration on this machine; it depends on all inputs of the calibration."""
+        """Cache key of the calibration: the differences from transformers that this canary accepts on this machine."""
         libraries = [version(name) for name in ("torch", "transformers", "mergesearch")]
         return f"canary {digest_of([self._base.digest, self._dtype, self._prompts, libraries])}"
 

@@ -169,7 +169,8 @@ def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]
     """Spherical interpolation of two tensors, each column by its own angle.
 
     A column is a vector along the first dimension. The method `nuslerp_rows` does the same for vectors along the last
-    dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`. `weights`
+    dimension. In mergekit, which calls columns rows, this method is NuSLERP with `nuslerp_flatten: false` and
+    `nuslerp_row_wise: true`. `weights`
     are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)

@@ -134,9 +134,9 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 
 
 def _last_located(url: str) -> Path | None:
-    """Directory of the version of the model at `url` that this machine has located last.
+    """Local directory of the version of the model at `url` that this machine has found last at that address.
 
-    Returns None if no version was located, or if a file of this version is not on this machine.
+    Returns None if this machine has found no version, or if a file of that version is not on this machine.
     """
     try:
         known = json.loads(_latest(url).read_bytes())
