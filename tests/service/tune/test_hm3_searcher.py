@@ -236,7 +236,7 @@ def test_mutants_add_merged_layers_of_their_own_vector(tmp_path: Path) -> None:
     assert {**old, "preference": 1} == new
 
 
-def test_conditioned_policies_learn_paths_for_the_vector_of_their_merged_layers(tmp_path: Path) -> None:
+def test_conditioned_policies_learn_for_merged_layers(tmp_path: Path) -> None:
     """A mutant keeps the merged layers of its path, whose vector may be another one than that of the episode."""
     vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
     for version in (3, 4):
