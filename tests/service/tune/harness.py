@@ -147,6 +147,9 @@ class InlineProposer:
     def stored(self, step: Step) -> None:
         self._steps.append(step)
 
+    def release(self) -> None:
+        """Do nothing: this proposer has no actors."""
+
     def result(self, *, timeout_s: float) -> Any:
         told = zlib.crc32(repr(self._call).encode())
         seed = told if self._seed is None else self._seed
