@@ -63,6 +63,7 @@ __all__ = [
     "PreparedTask",
     "check_decodable",
     "check_right_answers",
+    "check_sizes",
     "image_facts",
     "load_image_task",
     "prepared_task",
@@ -407,7 +408,7 @@ class ImageTasks:
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
         prepared = prepared_task(spec, sources)
         if (size := needed_size(sources.result_dir)) is not None:
-            _check_sizes(prepared.task.images, size)
+            check_sizes(prepared.task.images, size)
         largest = IMAGE_METRICS.get(spec.metric, 0)
         if prepared.head.num_classes <= largest:
             raise InvalidTask(
@@ -655,7 +656,7 @@ def check_decodable(images: ImageSet) -> None:
     cached(key, "yes")
 
 
-def _check_sizes(images: ImageSet, size: int) -> None:
+def check_sizes(images: ImageSet, size: int) -> None:
     """Check that every image has `size` x `size` pixels. Raises InvalidTask, with the names of other images."""
 
     def problem(sample: ImageSample) -> str | None:

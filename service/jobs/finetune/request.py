@@ -142,11 +142,13 @@ def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, s
 
     if spec.data.file is not None:
         yield "data.file", spec.data.file
-    if spec.data.images is not None and is_wanted(spec.data.images):
+    if spec.data.images is not None and not spec.data.is_on_hub and is_wanted(spec.data.images):
         yield "data.images", spec.data.images
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
         place = f"evaluation.objectives.{index}.task"
         if isinstance(objective.task, DescribedTask):
+            if objective.task.is_on_hub:
+                continue
             if not objective.task.may_be_folder or is_wanted(objective.task.place):
                 yield f"{place}.{objective.task.place_key}", objective.task.place
         elif objective.task.endswith(PATH_SUFFIXES):
