@@ -130,8 +130,16 @@ def head_tensors(checkpoint: Checkpoint) -> HeadTensors:
 
 
 def has_zero_shot_heads(checkpoint: Checkpoint) -> bool:
-    """Whether the model is a whole CLIP model, whose text tower computes a zero-shot head for any classes."""
-    return checkpoint.config.get("model_type") == "clip" and PROJECTION in checkpoint.tensors
+    """Whether the model is a whole CLIP model, whose text tower computes a zero-shot head for any classes.
+
+    An adapter to a whole CLIP model has the heads of that model.
+    """
+    return checkpoint.config.get("model_type") == "clip" and PROJECTION in _with_towers(checkpoint).tensors
+
+
+def _with_towers(checkpoint: Checkpoint) -> Checkpoint:
+    """The CLIP model whose text tower and projection `checkpoint` has: itself or, for an adapter, its base."""
+    return checkpoint if checkpoint.base is None else checkpoint.base
 
 
 def zero_shot_head(
@@ -173,7 +181,7 @@ def logits_of(
         weight, bias = rounded(found.weight), rounded(found.bias)
         return lambda features: linear(features, weight, bias)
     assert head.labels is not None
-    whole = checkpoint if checkpoint.base is None else checkpoint.base  # an adapter has the text tower of its base
+    whole = _with_towers(checkpoint)
     classes = class_embeddings(whole.directory, head.labels, head.templates, dtype=dtype).to(device)
-    projection = rounded(checkpoint.read(PROJECTION))
+    projection = rounded(whole.read(PROJECTION))
     return lambda features: linear(normalize(linear(features, projection), dim=-1), classes)

@@ -23,6 +23,7 @@ __all__ = ["CLASS", "check_prompts", "check_templates", "class_embeddings", "pro
 CLASS = "{}"  # where a template has the name of the class
 BATCH = 256
 TEXT_TOWER = "text_model."  # the beginning of names of its tensors
+VOCABULARIES = ("tokenizer.json", "vocab.json")  # files with the words of CLIP's tokenizer
 
 
 def check_templates(templates: Sequence[str], *, where: str) -> None:
@@ -113,10 +114,14 @@ def _tokenizer(model: str | Path) -> Any:
     """Load the tokenizer of the model in the directory `model`. Raises InvalidTask if there is none."""
     from transformers import AutoTokenizer
 
+    if not any((Path(model) / name).is_file() for name in VOCABULARIES):  # transformers would make one without words
+        raise InvalidTask(
+            f"{model}: has no tokenizer, which zero-shot heads need; expected {' or '.join(VOCABULARIES)}"
+        )
     try:
         return AutoTokenizer.from_pretrained(model, trust_remote_code=False)
     except (OSError, ValueError) as error:
-        raise InvalidTask(f"{model}: has no tokenizer, which zero-shot heads need: {error}") from error
+        raise InvalidTask(f"{model}: its tokenizer cannot be loaded: {error}") from error
 
 
 def _check_length(model: str | Path, *, texts: Sequence[str], length: int, longest: int) -> None:

@@ -116,9 +116,12 @@ def artifact_bytes(pipeline: Pipeline) -> int:
     """
     total = 0
     for spec in pipeline.experts.values():
-        tensors = open_checkpoint(locate(spec.base)).tensors.values()
+        base = open_checkpoint(locate(spec.base))
+        tensors = base.tensors.values()
         if spec.adapter is None:
-            total += sum(math.prod(tensor.shape) for tensor in tensors) * ELEMENT_BYTES[spec.dtype]
+            # Parts that are neither trained nor merged, such as CLIP's text tower, are written too.
+            written = {**base.unmerged_tensors(), **base.tensors}.values()
+            total += sum(math.prod(tensor.shape) for tensor in written) * ELEMENT_BYTES[spec.dtype]
         else:  # at most: two factors for each matrix
             pairs = sum(sum(tensor.shape) for tensor in tensors if len(tensor.shape) == 2)
             total += pairs * spec.adapter.rank * ELEMENT_BYTES["float32"]

@@ -287,9 +287,7 @@ def _with_described_suites(document: Mapping[str, Any]) -> dict[str, Any]:
     if isinstance(found.get("evaluation"), Mapping):
         found["evaluation"] = with_described_suites(found["evaluation"])
     data = found.get("data")
-    name = data.get("images") if isinstance(data, Mapping) else None
-    suite = IMAGE_SUITES.get(name) if isinstance(name, str) else None
-    if suite is not None:
+    if isinstance(data, Mapping) and (suite := IMAGE_SUITES.get(str(data.get("images")))) is not None:
         described = suite.description(None)
         options = {"configuration": "config", "classes": "classes", "templates": "templates"}
         stated = {option: described[key] for option, key in options.items() if key in described}
