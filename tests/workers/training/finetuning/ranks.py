@@ -60,6 +60,9 @@ TRAININGS: dict[str, dict[str, Any]] = {
     "clip": {
         "base": "clip",
         "data": {"file": None, "images": "images"},
+        # AdamW would make updates of the rounding in gradients of keys' biases, on which attention does not depend.
+        "method": {"optimizer": "sgd"},
+        "training": {"learning_rate": 0.1},
         "evaluation": {
             "every": 2,
             "samples": 4,

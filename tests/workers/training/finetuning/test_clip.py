@@ -29,7 +29,7 @@ from workers.training.finetuning import checkpoints
 from workers.training.finetuning.fleet import parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
 from workers.training.finetuning.images import IMAGE_TRAINING
-from workers.training.finetuning.methods import make_optimizer
+from workers.training.finetuning.methods import make_optimizer, read_task_vectors
 from workers.training.finetuning.models import load_model
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 from workers.training.finetuning.trainer import check, train
@@ -383,3 +383,28 @@ def test_templates_of_a_classifiers_evaluation_are_refused(place: Path, tmp_path
     data = {"images": str(place / "folder"), "templates": None}
     with pytest.raises(InvalidTask, match=r"objective 'shapes': templates are for zero-shot heads"):
         run(place, tmp_path / "out", base=str(tmp_path / "vit"), data=data, evaluation=evaluation)
+
+
+def test_noise_of_experts_is_of_their_vision_towers(place: Path, tmp_path: Path) -> None:
+    """MergOPT with real task vectors adds a multiple of the expert's change to each weight of the vision tower."""
+    tiny_clip(tmp_path / "other", 5)
+    method = {"kind": "mergopt", "noise": "task_vectors", "fit_to": [str(tmp_path / "other")]}
+    spec = spec_of(place, method=method)
+    model = load_model(spec, place / "base", torch.device("cpu"))
+    vectors = read_task_vectors(spec.method, place / "base", model.module, model.moved)
+    optimizer = make_optimizer(
+        spec.method,
+        model.trained.values(),
+        learning_rate=0.1,
+        seed=3,
+        model=model.module,
+        moved=model.moved,
+        vectors=vectors,
+    )
+    assert isinstance(optimizer, MergOPT)
+    base, other = stored(place / "base"), stored(tmp_path / "other")
+    with optimizer.offset():
+        factor = optimizer.draw.alpha * optimizer.draw.num_models - 1
+        for name, parameter in model.trained.items():
+            wanted = base[name] + factor * (other[name] - base[name])
+            torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-4, atol=1e-5)
