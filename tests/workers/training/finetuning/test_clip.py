@@ -19,9 +19,10 @@ from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.image_suites import IMAGE_SUITES
-from service.jobs.finetune.request import artifact_bytes
+from service.jobs.finetune.request import artifact_bytes, check_finetune_files, check_server_paths
 from tests.vision import CLASSES, clip_tokenizer, image_folder, image_lines, tiny_clip, tiny_vit
 from workers.errors import InvalidModel, InvalidTask
+from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.models.family import open_family
 from workers.serving.image_worker import ImageWorker
@@ -313,7 +314,11 @@ def test_a_named_task_is_training_data(place: Path, tmp_path: Path, monkeypatch:
     assert spec.data.classes == suite.classes
     assert spec.data.templates == ("the {}",), "what the specification states is kept"
     assert parse_spec(spec.canonical()) == spec
-    check(spec)
+    access = FileAccess((str(place),))
+    pipeline = parse_pipeline(spec.canonical())
+    check_server_paths(pipeline)
+    check_finetune_files(pipeline, access)
+    check(spec, access=access)
     facts = train(spec, tmp_path)
     assert facts["rows"] == 20
     assert facts["values"].keys() == {"mnist"}
