@@ -1,8 +1,8 @@
 """Baselines: recipes that a search is compared with, the source models and merges recommended in the literature.
 
 - Uniform average: Wortsman et al., "Model soups" (2022).
-- Task arithmetic: Ilharco et al. (2022). Lambda is 1/n, the recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0, so that a
-  gain over the best baseline cannot come from a better lambda alone.
+- Task arithmetic: Ilharco et al. (2022). Lambda is 1/n for n experts, the recommended 0.3 to 0.4, and 0.5, 0.7 and 1.0,
+  so that a gain over the best baseline cannot come from a better lambda alone.
 - TIES: Yadav et al. (2023), with k = 0.2 and lambda = 1.
 """
 
@@ -56,9 +56,9 @@ def all_baselines(
 
     The baselines are in this order: the base model, each expert alone, and published ways to merge all experts. `base`
     and `experts` are aliases, which `fingerprints` maps to content fingerprints. `num_layers` is the number of layers
-    of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines;
-    its values are those of the function `baseline_labels`. Every recipe is in canonical form. If two baselines have
-    equal recipes, only the first one is returned.
+    of each model. `tokenizer` is the vocabulary of the merges, as in a recipe. `chosen` selects some of the baselines,
+    in the same way as the argument `chosen` of the function `baseline_labels`. Every recipe is in canonical form. If
+    two baselines have equal recipes, only the first one is returned.
     """
     labels = baseline_labels(chosen, experts)
     found: dict[str, Baseline] = {}
@@ -116,11 +116,11 @@ def _known(base: str, experts: tuple[str, ...]) -> Iterator[_Known]:
 
 
 def _without_m3(sources: tuple[Source, ...]) -> Iterator[tuple[str, Merge]]:
-    """Yield name and merge of each method that the paper "Mixup Model Merge (M3)" compares with its mixup.
+    """Yield name and merge of each merge with which the paper "Mixup Model Merge (M3)" compares its own.
 
-    `sources` are the experts that are merged. The methods are:
+    `sources` are the experts that are merged. The merges are:
 
-    - task arithmetic and TIES with the coefficients of the paper's table 3, which include the coefficients of table 4
+    - task arithmetic and TIES with all coefficients of the paper's tables 3 and 4
     - DARE with density 0.8, in combination with the average, task arithmetic and TIES
 
     TIES is the variant of the paper's code, which trims whole models.

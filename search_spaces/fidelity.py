@@ -1,7 +1,7 @@
 """Rungs and brackets of successive halving, as pure functions of budgets and the reduction factor eta.
 
-A budget is a number of samples of every objective. Brackets follow Li et al., "Hyperband" (2018), algorithm 1; bracket
-sizes are equal to SMAC's. This module does not depend on trials or scores.
+A budget is the number of samples at a rung. Brackets follow Li et al., "Hyperband" (2018), algorithm 1; bracket sizes
+are equal to SMAC's. This module does not depend on trials or scores.
 """
 
 from __future__ import annotations
@@ -125,8 +125,8 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
     """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
     With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With the scheduler `racing`,
-    each configuration has a separate bracket. With the scheduler `asha` or `none`, or with the scheduler `hyperband` on
-    a single rung, one bracket has all `max_trials` configurations. `num_rungs` is the number of rungs, and one
+    it is one bracket of one configuration. With the scheduler `asha` or `none`, or with the scheduler `hyperband` on a
+    single rung, one bracket has all `max_trials` configurations. `num_rungs` is the number of rungs, and one
     configuration in `eta` is promoted.
     """
     if scheduler == "racing":
@@ -160,8 +160,8 @@ def open_brackets(cycle: Sequence[Bracket], *, max_staleness: int) -> int:
 
     A bracket is a group of trials that start at the same rung of successive halving; a search runs the brackets in
     `cycle` again and again. `max_staleness` is the number of trials that may be proposed before earlier trials are
-    evaluated. The result k is the number of consecutive brackets that together have `max_staleness` trials, but at
-    least two. Bracket number i may begin only when bracket i - k and all earlier brackets are finished.
+    evaluated. The result k is the number of consecutive brackets that together have about `max_staleness` trials, but
+    at least two. Bracket number i may begin only when bracket i - k and all earlier brackets are finished.
     """
     size = sum(bracket.num_configurations for bracket in cycle)
     return max(OPEN_BRACKETS, max_staleness * len(cycle) // size)

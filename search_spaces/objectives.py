@@ -61,8 +61,8 @@ class Objective:
     values. `cost_of_recipe` names a cost that follows from the recipe ("layers" or "parameters"): the objective then
     has no samples, and its values are exact.
 
-    Raises InvalidStudy if `range` is missing for a metric whose values can be outside [0, 1], such as BLEU, perplexity
-    and other metrics that are minimised.
+    Raises InvalidStudy if `range` is missing although the metric is minimised, as perplexity is, or is known to have
+    values outside [0, 1], as BLEU has.
     """
 
     name: str

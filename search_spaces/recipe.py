@@ -104,8 +104,8 @@ class Recipe:
       in the merged model
     - `tokenizer`: the merged model's vocabulary, to which the rows of embeddings are aligned: "base", "union", or the
       alias of another model
-    - `keeps_equal`: whether methods that keep the largest elements up to a rank keep all elements that have the
-      magnitude at this rank, as in files of recipe format 1
+    - `keeps_equal`: whether methods that keep the n largest elements also keep all others with the n-th largest
+      magnitude, as in files of recipe format 1; otherwise exactly n elements are kept
     - `vocabulary`: further options of the vocabulary, which the module `workers.models.vocabulary` reads
     - `stacks_experts`: whether all experts of a layer's mixture of experts are merged as one tensor; otherwise each
       expert is merged separately

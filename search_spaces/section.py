@@ -1,4 +1,4 @@
-"""Section: the base class of every section of a study file, and the constrained string types of its fields."""
+"""Section: the base class of every section of a study file, and the constrained string types for fields of sections."""
 
 from __future__ import annotations
 

@@ -150,8 +150,7 @@ def lack_of_space(directory: Path, num_bytes: int) -> str | None:
     """Reason why a merged model of `num_bytes` does not fit on the disk of `directory`; None if the model fits.
 
     The model fits if 64 MiB (MARGIN_BYTES) remain free after it is written. If `directory` is a file, or a directory
-    with content, nothing is written there, and the result is None. Another function then checks whether the content is
-    the complete model.
+    with content, nothing will be written there, and the result is None.
     """
     if directory.is_file() or (directory.is_dir() and any(directory.iterdir())):
         return None

@@ -135,8 +135,7 @@ def _parsed(group: str) -> EngineMachines:
 def gpu_need() -> GpuNeed:
     """Whether the engines of this installation need GPUs, and whether machines with GPUs may be added for them.
 
-    Engines that run on GPUs never run on a CPU instead. If machines with GPUs are stated for this installation, nodes
-    with GPUs may be added to the cluster while engines wait for them.
+    Engines wait for machines that may be added; these are machines that the operator has stated for this installation.
     """
     if not runs_on_gpus():
         return GpuNeed.IF_ANY
@@ -146,12 +145,11 @@ def gpu_need() -> GpuNeed:
 def runs_on_gpus(*, on_vllm: bool = True) -> bool:
     """Whether the engines of this installation run on GPUs, of this machine or of other machines.
 
-    `on_vllm` says whether vLLM runs the models. Other engines run on the CPU if there is no GPU, with any build of
-    PyTorch.
+    `on_vllm` says whether the engines are vLLM. On this machine, vLLM runs on GPUs if the installed PyTorch is a build
+    for GPUs; other engines run on GPUs if a GPU is present. Other machines are the stated ones (`stated_machines`) and
+    those of the Ray cluster (context `known_machines`).
 
-    Inside a context of `planned_for`, the result is whether the machines given to that context have GPUs. Otherwise,
-    engines run on GPUs in two cases: the installed PyTorch is a build for GPUs, with which vLLM runs on GPUs only; or
-    the stated machines (`stated_machines`) or the machines of the Ray cluster (context `known_machines`) have GPUs.
+    Inside a context of `planned_for`, the result says instead whether the machines given to that context have GPUs.
     """
     if planned := _planned.get():
         return has_gpus(planned)

@@ -17,14 +17,14 @@ __all__ = ["ChainedSource", "ResolvedStudy"]
 
 @dataclass(frozen=True)
 class ChainedSource:
-    """Source model of a study that is an exported merge of another study, or an expert of a fine-tuning.
+    """Source model of a study that another job made: an exported merge of a study, or an expert of a fine-tuning.
 
-    `study` and `name` are the other job's id and name. `trial` is the number of the merge's trial in that study, and
-    `recipe_digest` is the hash of its recipe. The model is in `directory`, which may also be its URL in an object
-    store.
+    `study` and `name` are the id and the name of the other job. `directory` is the directory of the model, or its URL
+    in an object store.
 
-    `expert` is the name of a fine-tuning's expert; None for a merge. For an expert, `trial` is 0 and `recipe_digest` is
-    the hash of its files.
+    For a merge, `trial` is the number of its trial in the other study, `recipe_digest` is the hash of its recipe, and
+    `expert` is None. For an expert, `trial` is 0, `recipe_digest` is the hash of the expert's files, and `expert` is
+    its name in the fine-tuning.
     """
 
     study: str
@@ -44,7 +44,7 @@ class ResolvedStudy:
     a ladder of rungs, as in Hyperband.
 
     - `fingerprints`: hashes of the models' files, keyed by alias (the model's name in the study file).
-    - `commits`: commits of models on the Hugging Face hub, keyed by the name in the study file.
+    - `commits`: commits of models on the Hugging Face hub, keyed by alias.
     - `tasks`, `holdout_tasks`: digests of the tasks for search and holdout data, keyed by objective.
     - `rung_samples`: for each rung, the numbers of samples, keyed by objective.
     - `max_staleness`: the number of trials by which proposals may run ahead of evaluations: trial n is proposed once
@@ -56,10 +56,10 @@ class ResolvedStudy:
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
     - `searcher_version`: version of the searcher when the study was created. A searcher gets a new version when a
       change of its code makes other proposals for the same results.
-    - `chained`: sources that are merges of other studies, keyed by alias.
+    - `chained`: sources that are merges of other studies or experts of fine-tunings, keyed by alias.
     - `recipes`: digests of the recipes that the study file lists, keyed by name.
-    - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16";
-      None in studies of earlier versions. Engines may run on other machines than a process that reads this record.
+    - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16"; None
+      in studies of earlier versions.
     """
 
     fingerprints: Mapping[str, str]
@@ -117,12 +117,11 @@ class ResolvedStudy:
 
     @classmethod
     def from_json(cls, document: Mapping[str, Any]) -> Self:
-        """Read a resolved study from the JSON document that `to_json` returned.
+        """Read a resolved study from the JSON document that `to_json` of this or an earlier version returned.
 
-        Documents of early versions have no `commits`, `access`, `algorithm`, `searcher_version` and constraints.
-        Studies without `open_brackets` and `batch` keep the earlier rules: trials of two brackets (ladders of rungs) of
-        Hyperband may run at the same time, and a batch (consecutive proposals that are made from the same results) is a
-        single proposal.
+        Fields that an earlier version did not store get the values by which that version ran its studies. For example,
+        a study without `batch` gets batches (consecutive proposals that are made from the same results) of one
+        proposal.
         """
         access = document.get("access")
         return cls(

@@ -260,13 +260,13 @@ def page_of(job: JobRecord, *, public_url: str | None) -> str | None:
 
 
 def _public_url(oidc: OidcSettings | None, notifications: NotificationSettings | None) -> str | None:
-    """URL under which users reach the server; None if it is not known."""
+    """URL under which users reach the server, from the settings that state it; None if neither does."""
     given = [settings.public_url for settings in (oidc, notifications) if settings is not None]
     return next((url for url in given if url is not None), None)
 
 
 def _public_hosts(notifications: NotificationSettings | None) -> tuple[str, ...]:
-    """Host and port of the URL under which users reach the server, as a tuple; empty if no such URL is set."""
+    """The host, with its port if given, of the URL under which users reach the server; empty if no such URL is set."""
     url = None if notifications is None else notifications.public_url
     return () if url is None else (urlsplit(url).netloc,)
 
@@ -282,10 +282,10 @@ def _is_loopback(host: str) -> bool:
 
 @contextmanager
 def alone(data_dir: Path, address: URL, *, is_shared: bool | None = None) -> Iterator[None]:
-    """Context in which this server uses the data directory and the database, alone or shared with other servers.
+    """Context in which this server holds the locks of its data directory and its database.
 
-    `address` is the URL of the database. An SQLite database is never shared. Servers with one PostgreSQL database may
-    share it and the data directory, if `is_shared` is True or None. If `is_shared` is False, nothing is shared.
+    `address` is the URL of the database. If `is_shared` is True, other servers may share the data directory and the
+    database at the same time. The default, None, shares a PostgreSQL database, and does not share an SQLite file.
 
     Raises:
         InUse: Another server uses the data directory or the database and does not share it, or it uses the data

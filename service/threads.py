@@ -85,7 +85,7 @@ async def sent_in_parts(parts: Iterator[bytes]) -> AsyncGenerator[bytes, None]:
 
 
 def limiter(work: Work) -> anyio.CapacityLimiter:
-    """Limiter of the threads for `work` in the running event loop, which is created by the first call."""
+    """Limiter, in the running event loop, of the number of threads that do this kind of `work` at the same time."""
     try:
         limiters = _limiters.get()
     except LookupError:

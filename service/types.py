@@ -195,9 +195,9 @@ class Estimate:
 class RungRecord:
     """Values of a trial at one finished rung; a rung is a number of samples at which trials are compared.
 
-    `rung` is the rung's index from 0. `num_samples` contains the number of the rung's samples, `values` contains their
-    mean, and `standard_errors` contains the standard error of the mean, each keyed by objective. The standard error is
-    None for a single sample.
+    `rung` is the rung's index from 0. The other fields are keyed by objective: `num_samples` contains the number of the
+    rung's samples, `values` contains the mean of the metric over these samples, and `standard_errors` contains the
+    standard error of this mean, or None for a single sample.
     """
 
     rung: int
@@ -226,8 +226,7 @@ class StoredRecipe:
 
         A sparse method keeps the elements of a task vector with the largest magnitudes; its density is the share of
         elements to keep. The threshold is the smallest magnitude that is kept. Many elements can have this magnitude,
-        so if the result is True, more elements than the density states may be kept. The recipe is parsed only if its
-        text may have this setting.
+        so if the result is True, more elements than the density states may be kept.
         """
         return may_keep_equal(self.text) and self.read().keeps_equal
 
@@ -263,9 +262,9 @@ class TrialResult:
     - `reason`: why the trial ended as PRUNED or FAIL.
     - `invalid`: reason why a user marked the trial as invalid; nothing selects an invalid trial. None if the trial is
       valid.
-    - `rival`: number of the rival, the trial against which a scheduler has stopped this trial. Under racing, the rival
-      was ahead; under other schedulers, the rival is the lowest-ranked of the trials that the rung promoted. None for
-      trials that were not stopped, and for trials that early versions stopped.
+    - `rival`: number of the better trial because of which a scheduler has stopped this trial. With racing, it is a
+      trial that was ahead; with other schedulers, it is the worst of the trials that the rung promoted. None for trials
+      that were not stopped, and for trials that early versions stopped.
     - `rungs`: the trial's values at each rung that it has finished, in order.
     - `samples_scored`: the number of samples of search data that were scored for this trial.
     - `samples_reused`: the number of samples known from lower rungs or from trials with an equal recipe.
@@ -351,10 +350,7 @@ class Role(StrEnum):
 
 
 class Sharing(StrEnum):
-    """Permission to read a job: for nobody else, for the job's team, or for every user of the server.
-
-    The job's owner and administrators may always read it.
-    """
+    """Who may read a job besides its owner and administrators: nobody, the job's team, or every user of the server."""
 
     PRIVATE = "private"
     TEAM = "team"
@@ -433,7 +429,7 @@ class UserRecord:
 class TeamLimits:
     """Weight of a team in the queue of jobs, and its quotas; a quota that is None is no limit.
 
-    - `weight`: share of the places of running jobs, relative to the weights of other teams.
+    - `weight`: share of the GPU-hours that the queue gives to the team's jobs, relative to the weights of other teams.
     - `max_running`: number of jobs that run at the same time.
     - `max_replicas`: number of replicas, and of workers of fine-tunings, of all running jobs together.
     - `max_served`: number of studies that are served at the same time.
@@ -617,7 +613,7 @@ class Steering:
 
 @dataclass(frozen=True)
 class JobRecord:
-    """A stored job: a study or a fine-tuning.
+    """A stored job: a study, a fine-tuning or a served study.
 
     Times are in seconds since the epoch; 0 or None means never.
 
@@ -650,8 +646,8 @@ class JobRecord:
       place, or the quota of the team is used up). None if no driver was asked.
     - `moved_before`: id of the job before which an administrator moved this job while it waits, or "" for the front of
       the queue; None if the job was not moved. `moved_at` is the time of the move.
-    - `traceparent`: place in its trace of the request that created the job, as in the header of this name; None if the
-      request was not traced.
+    - `traceparent`: OpenTelemetry trace and span of the request that created the job, in the form of the HTTP header
+      `traceparent`; None if the request was not traced.
     """
 
     id: str
@@ -700,7 +696,7 @@ class JobRecord:
 
     @property
     def is_outdated(self) -> bool:
-        """Whether the driver that works on the job has the job's document from before the last edit.
+        """Whether the driver that works on the job read the job's document before the document was last edited.
 
         A driver is a process that works on the job. The next driver reads the edited document. Edits that no driver
         needs to read do not count.

@@ -72,10 +72,10 @@ def turn(place: Path, *, limit_s: float | None = None) -> Iterator[None]:
 
 @contextmanager
 def turn_if_writable(place: Path) -> Iterator[None]:
-    """Context manager that locks `place`, or does not lock it if this process may not write the lock file of `place`.
+    """Context manager that locks `place` as `turn` does, or goes on without a lock if the lock file cannot be written.
 
-    The lock is the lock of the context manager `turn`. The lock file cannot be written on a read-only disk, or if
-    another user has made the file. Several processes may then do the same work; the log says so.
+    It cannot be written on a read-only disk, or if another user has made the file. Several processes may then do the
+    same work; the log says so.
     """
     with ExitStack() as stack:
         try:
@@ -99,10 +99,10 @@ def _is_locked(file: IO[str]) -> bool:
 def scratch(num_bytes: int, *, name: str, places: Sequence[Path]) -> Iterator[Path]:
     """Context manager that yields a new directory for `num_bytes` of temporary files, and removes it at the end.
 
-    The directory is made in the first of `places` whose disk has this space and SCRATCH_MARGIN bytes more. `name` is
-    the purpose of the files, and begins the directory's name. First, directories of the same purpose that killed
-    processes left behind are removed. Raises OSError (ENOSPC) if no disk has the space; the message has the free space
-    of each disk.
+    The directory is made in the first of `places` whose disk has room for these files and for SCRATCH_MARGIN bytes
+    more. `name` is the purpose of the files, and begins the directory's name. First, directories of the same purpose
+    that killed processes left behind are removed. Raises OSError (ENOSPC) if no disk has the room; the message has the
+    free space of each disk.
     """
     seen = []
     for place in places:

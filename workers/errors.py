@@ -59,7 +59,7 @@ class InvalidModel(WorkerError, ValueError):
 
 
 class InvalidTask(WorkerError, ValueError):
-    """Raised if a task cannot be evaluated: it is unknown, runs code, has malformed data or too few samples.
+    """Raised if a task cannot be evaluated, for example because it is unknown or has malformed data.
 
     `field` is the field of the objective that is wrong: "metric", "filter", "split", "num_fewshot", "max_tokens",
     "task", or a key inside the task if the task is a mapping.

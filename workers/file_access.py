@@ -1,6 +1,6 @@
-"""Access control for files and judges that a study sent over HTTP names: allowed directories and URLs.
+"""Access control for studies that are sent over HTTP: the directories and URLs that they may read, and their judges.
 
-This module opens no file. Code that opens a file which a study names calls it first.
+This module opens no file. All code that opens a file which a study names asks this module first.
 """
 
 from __future__ import annotations
@@ -24,12 +24,14 @@ DATABASE_URL = "database.url"
 class FileAccess:
     """Permissions of a study: the directories and object-store folders it may read, and the judges it may query.
 
-    `readable` and `trusted` are absolute directories. Files below any of them may be read; task files below `trusted`
-    may also name Python functions. Symbolic links are resolved before a path is compared with the directories. `urls`
-    are folders in object stores; models and files below these folders may also be read. `judges` are the URLs of
-    endpoints with a language model that may judge completions. Files below a directory of `closed` may not be read. An
-    exception is a directory of `readable` or `trusted` that is itself below a directory of `closed`: files below it may
-    be read.
+    Symbolic links are resolved before a path is compared with a directory.
+
+    - `readable`: absolute directories; files below them may be read
+    - `trusted`: absolute directories; files below them may be read, and task files below them may name Python functions
+    - `urls`: folders in object stores; models and files below them may be read
+    - `judges`: the URLs of endpoints with a language model that may judge completions
+    - `closed`: directories below which no file may be read, except below a directory of `readable` or `trusted` that is
+      itself inside the closed one
     """
 
     readable: tuple[str, ...]
@@ -56,10 +58,10 @@ class FileAccess:
     def refusal(self, path: str | Path) -> str | None:
         """Reason why the file or directory `path` may not be read; None if it may be read.
 
-        Reading is allowed in the directories of the fields `readable` and `trusted` and everything below them. Reading
-        is not allowed below a directory of the field `closed`, unless a directory of `readable` or `trusted` is itself
-        below this directory. The file `database.url`, which may hold the password of the server's database, is refused
-        in any directory. A URL is checked by the method `url_refusal`.
+        The directories in the fields `readable` and `trusted` may be read with all below them, except the directories
+        in the field `closed` with all below them. If a directory of `readable` or `trusted` is itself below a closed
+        directory, it may be read. The file `database.url`, which may hold the password of the server's database, is
+        refused in any directory. A URL is checked by the method `url_refusal`.
         """
         if is_object_url(str(path)):
             return self.url_refusal(str(path))

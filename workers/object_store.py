@@ -1,7 +1,7 @@
 """Objects in S3, Google Cloud Storage and compatible stores, addressed by URL through fsspec.
 
 Credentials, regions and endpoints come from the environment (AWS_ACCESS_KEY_ID, AWS_PROFILE, AWS_ENDPOINT_URL,
-GOOGLE_APPLICATION_CREDENTIALS, ...), never part of a URL. The drivers s3fs and gcsfs are optional packages.
+GOOGLE_APPLICATION_CREDENTIALS, ...); URLs never contain them. The drivers s3fs and gcsfs are optional packages.
 """
 
 from __future__ import annotations
@@ -174,7 +174,10 @@ class ObjectStore:
             return None
 
     def list(self, path: str = "") -> dict[str, ObjectInfo]:
-        """Map the path of each object in the folder `path`, or below it, to the object's size and time of writing."""
+        """Map the path of each object in the folder `path`, or below it, to the object's size and time of writing.
+
+        The paths are relative to the store's URL. By default all objects of the store are listed.
+        """
         key = self._key(path) if path else self._root
         with self._asking("list", path):
             found = self._fs.find(key, detail=True, withdirs=False)

@@ -316,9 +316,9 @@ class Evidence:
 
 @dataclass(frozen=True)
 class CanaryReport:
-    """Result of a canary check: a replica's engine was compared with transformers on fixed prompts.
+    """Result of a canary, which compares a replica's engine with transformers on fixed prompts.
 
-    `canaries` is the number of canaries that the engine has passed so far. `skipped` is the reason why the last canary
+    `canaries` is the number of canaries that the engine has passed so far. `skipped` is the reason why the last one
     could not be computed, or "" if the engine passed it.
     """
 
@@ -393,7 +393,7 @@ class VerificationReport:
     - `num_tokens`: the number of compared completion tokens
     - `num_without_tokens`: the number of samples that are stored without tokens; the texts of these samples were
       compared
-    - `reason`: why samples were left out
+    - `reason`: why some or all samples were not compared, or None
     """
 
     recipe_digest: str

@@ -102,7 +102,7 @@ class Coefficient:
 
     @property
     def accepts(self) -> str:
-        """The values that the coefficient accepts, in words for error messages: "a number in [0, 1]"."""
+        """The values that the coefficient accepts, in words for error messages, such as "a number in [0, 1]"."""
         kind = "a whole number" if self.is_whole else "a number"
         if self.low == -math.inf:
             return f"{kind}"
@@ -134,8 +134,9 @@ class MergeMethod:
     - `constraint`: a function that checks coefficients together, after each was found in its range; it returns a
       message about the problem, or None
     - `mergekit`: the method of mergekit that computes the same tensors; None if mergekit has none
-    - `mergekit_difference`: the reason why recipes of the method are not exported to mergekit (except where the
-      counterpart is exact), as the end of a sentence that begins with the method's name
+    - `mergekit_difference`: the reason why recipes of the method are not exported to mergekit, as the end of a sentence
+      that begins with the method's name; recipes whose coefficients are those of `Counterpart.exact_at` are exported
+      nevertheless
     """
 
     name: str

@@ -41,10 +41,10 @@ PAIR_WEIGHT = Coefficient("weight", per_model=True, searched=PairShare(), has_gr
 
 
 def normalize(default: int) -> Coefficient:
-    """The coefficient `normalize`, 0 or 1: whether the sum of task vectors is divided by their total weight.
+    """The coefficient `normalize`, 0 or 1: whether the weighted sum of task vectors is divided by the sum of weights.
 
-    `default` is the value for a merge that does not state the coefficient. With 1, the sum of task vectors is divided,
-    in each element, by the total weight of the task vectors that agree in sign.
+    With 1, each element is divided by the weights of those task vectors only that have the elected sign there.
+    `default` is the value for a merge that does not state the coefficient.
     """
     return Coefficient("normalize", 0, 1, default=default, is_whole=True)
 

@@ -84,7 +84,8 @@ class Counterpart:
       parameters
     - `coefficients`: the function that converts mergekit's parameters to coefficients; None if each coefficient is the
       parameter of the same name
-    - `exact_at`: the values of coefficients, keyed by name, at which the two methods agree, if they do not always agree
+    - `exact_at`: the values of the merge method's coefficients, keyed by name, at which mergekit computes the same
+      tensors; empty if this does not depend on coefficients
     """
 
     method: str
@@ -116,11 +117,13 @@ def generalized(
     the parameters `density` and `rescale` have no effect.
 
     - `method`: mergekit's name of the variant
-    - `coefficients`: converts mergekit's parameters to coefficients
-    - `others`: parameters of this variant alone
+    - `coefficients`: converts the values of mergekit's parameters to the merge method's coefficients
+    - `others`: further parameters of this variant
     - `normalize` and `rescale`: the defaults of these two parameters
-    - `exact_at`: the values of coefficients at which the two methods agree, if they do not always agree
-    - `settings`: the values that mergekit's boolean parameters must have to give this method, keyed by name
+    - `exact_at`: the values of the merge method's coefficients at which mergekit computes the same tensors; None if
+      this does not depend on coefficients
+    - `settings`: the values of mergekit's boolean parameters with which mergekit computes the merge method, keyed by
+      name
     """
     parameters = (
         Parameter("weight", "expert"),
@@ -137,10 +140,9 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make a function that converts mergekit's parameters to coefficients, for methods that add task vectors.
 
     The coefficient lambda of each source is mergekit's weight of the source times mergekit's lambda. If mergekit
-    normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters for the
-    mask that makes task vectors sparse, if the method has one: "density" first, then "rescale" if the method has a
-    coefficient `rescale`. A source with density 0 gets the lambda 0, but its weight is included in the sum of all
-    weights.
+    normalizes, the weight is divided by the sum of all weights. `sparse` are the names of mergekit's parameters that
+    describe the mask of the sparse task vectors: "density" first, then others, such as "gamma". Without names there is
+    no mask. A source with density 0 gets the lambda 0, but its weight counts in the sum of all weights.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -159,9 +161,8 @@ def summed(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
     """Make a function that converts mergekit's parameters to coefficients, for methods that elect signs (TIES).
 
-    In each element, these methods add only the task vectors that have the elected sign, the sign of the sum of all task
-    vectors. `sparse` are the names of mergekit's parameters for the mask that makes task vectors sparse: "density"
-    first, then "rescale" if the method has a coefficient `rescale`.
+    `sparse` are the names of mergekit's parameters that describe the mask of the sparse task vectors: "density" first,
+    then others, such as "gamma". Without names there is no mask.
     """
 
     def coefficients(values: Values) -> Mapping[str, CoefficientValue]:
@@ -174,22 +175,20 @@ def elected(*sparse: str) -> Callable[[Values], Mapping[str, CoefficientValue]]:
 
 
 def _kept(values: Values, names: tuple[str, ...]) -> tuple[bool, ...]:
-    """For each task vector of a merge, whether its sparse mask keeps at least one element.
+    """For each task vector of a merge, whether its sparse mask keeps at least one element: its density is not 0.
 
-    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask. A
-    mask keeps no element of a task vector whose parameter `density` is 0. If there are no names, there is no mask, and
-    all elements are kept.
+    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
+    without names there is no mask, and all elements are kept.
     """
     return tuple(not names or density != 0 for density in values.numbers("density"))
 
 
 def _sparsity(values: Values, names: tuple[str, ...]) -> dict[str, CoefficientValue]:
-    """Convert mergekit's parameters of a sparse mask to the method's coefficients for this mask.
+    """Convert the parameters that describe a sparse mask in mergekit to coefficients of the merge method.
 
-    `values` are the values of mergekit's parameters. `names` are the names of the parameters that describe the mask;
-    without names the result is empty. At density 1 or more no element is dropped, so the mask's other parameters are
-    set to zero. The density 0 is replaced by 1; the replacement has no influence, because the callers give the weight
-    zero to a task vector of which no element is kept (function `_kept`).
+    `values` are the values of mergekit's parameters, and `names` those that describe the mask, "density" first. Without
+    names the result is empty. A density above 1 becomes 1. A density of 0 also becomes 1: the callers drop such a task
+    vector by giving it the weight 0 (function `_kept`).
     """
     if not names:
         return {}

@@ -1,7 +1,7 @@
 """Merge methods of mergekit with settings that differ from mergekit's defaults.
 
-The methods are sums with weights that are not divided by their sum, NuSLERP of rows and columns of task vectors, and
-trimmed task vectors that are rescaled.
+They are the weighted sum and multi-SLERP with weights that are not divided by their sum, NuSLERP of the rows or the
+columns of task vectors, and methods that rescale trimmed task vectors.
 """
 
 from __future__ import annotations

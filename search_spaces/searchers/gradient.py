@@ -1,4 +1,7 @@
-"""Declaration of the searcher `gradient`: gradient descent, then a local search or midpoints of the Pareto front."""
+"""Declaration of the searcher `gradient`: gradient descent on merge coefficients, then a local search.
+
+In a study with preference vectors, midpoints of the Pareto front are proposed between the two.
+"""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

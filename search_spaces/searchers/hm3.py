@@ -5,7 +5,7 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Zhou et al., HM3 (arXiv:2409.18893); Schulman et al., PPO, 2017",
-    version=3,
+    version=4,
     handles=frozenset(Feature) - {Feature.CONSTRAINTS},
     trains_policy=True,
     uses_preferences=True,

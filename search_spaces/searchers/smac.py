@@ -1,4 +1,4 @@
-"""Declaration of the searcher `smac`: SMAC, a random forest that learns from results, and expected improvement."""
+"""Declaration of the searcher `smac`: SMAC, Bayesian optimisation with a random forest and expected improvement."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

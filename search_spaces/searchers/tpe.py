@@ -1,4 +1,4 @@
-"""Declaration of the searcher `tpe`: Optuna's TPE, which compares densities of good and of other trials."""
+"""Declaration of the searcher `tpe`: Optuna's TPE, which models the densities of good and of other trials."""
 
 from search_spaces.searchers.base import Feature, SearcherDeclaration
 

@@ -5,7 +5,7 @@ section's key `kind`.
 
 - `base`: `SearchSpace`, the interface of every search space; the section that describes a space; the data about models
   that a space receives
-- `layers`: functions that several spaces use: groups of layers, recipes of layer paths, recipes with a space's aliases
+- `layers`: functions that several spaces use, for groups of layers, recipes of layer paths and aliases of models
 - `layer_paths`: the paths of `hm3` through layers of several models: which layers may follow, paths as configurations
 - `path_coefficients`: the coefficients of the merges along one path, which gradients refine
 - `dis_paths`: the layer paths of `dis` as configurations: orders of layers, random paths, repairs

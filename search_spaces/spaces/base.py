@@ -59,8 +59,8 @@ class SearchedModels:
     - `fingerprints`: the content fingerprints of `base` and `experts`
     - `tensors`: the merged model's tensors, keyed by name, in the order in which they are merged: embedding, layers in
       ascending order, head. An output head that is tied to the embedding is not included.
-    - `tied`: maps the name of the output head to the name of the embedding, if the head is tied to the embedding
-      although the base's files store a tensor of the head; otherwise empty
+    - `tied`: for a base whose output head is tied to the embedding but is stored in its files as well: a mapping from
+      the name of the head to that of the embedding; otherwise empty
     - `tokenizer`: the tokenizer of every recipe
     - `max_layers`: the largest number of layers that a merge may have, or None if the study states no limit
     - `preferences`: the study's preference vectors: weights of at least 0, keyed by objective, that sum to one. A study
@@ -96,11 +96,10 @@ class LayerGroup:
 class ParameterPlace:
     """The part of a merge that one searched parameter changes.
 
-    A field is None if the parameter changes several layers, parts or experts.
-
-    - `layers`: the layers, such as a layer group
-    - `part`: the component group of these layers, such as attention, or a tensor, or a part outside of layers
-    - `expert`: the alias of the model whose share the parameter changes
+    - `layers`: the layer or layer group that it changes; None if it is not confined to one
+    - `part`: the component group that it changes, such as attention, or a tensor, or a part outside of layers, such as
+      the embedding; None if it is not confined to one
+    - `expert`: the alias of the model whose share it changes; None if it changes no share, or several
     """
 
     layers: LayerGroup | None = None
@@ -113,9 +112,8 @@ class SpaceDescription:
     """The description of a search space in reports, with the parts of the model that have separate coefficients.
 
     - `layer_groups`: groups of adjacent layers, which cover the layers in order
-    - `component_groups`: the parts of a layer that have separate coefficients, keyed by name. The value lists the
-      components (attention, MLP, norms) in this part. If the part is a piece of one component, the value has this
-      component.
+    - `component_groups`: the parts of a layer that have separate coefficients; maps the name of a part to the
+      components (attention, MLP, norms) that it consists of, or to the one component of which it is a piece
     - `text`: a description of the searched parameters, in words
     """
 
@@ -164,7 +162,7 @@ class LayeredSpace(SearchSpace, Protocol):
 
     @property
     def max_layers(self) -> int:
-        """The largest number of layers that a merge in this space has."""
+        """The largest number of layers that a merge in this space may have."""
         ...
 
 
@@ -229,11 +227,10 @@ class Coefficients(Protocol):
 
     @property
     def method(self) -> str:
-        """The name of the merge method that has the coefficients.
+        """The name of a merge method that has the searched coefficient.
 
-        If tensors are merged by several methods, the result is one of them. Any of them may be used to look up the
-        default of the searched coefficient, such as 0, because the default is the same for all these methods. The
-        default is needed because a recipe leaves out a coefficient that has its default.
+        A recipe leaves out a coefficient that has its default; the declaration of this method gives the default. If
+        tensors are merged by several methods, the result is one of them; the default is the same for all.
         """
         ...
 

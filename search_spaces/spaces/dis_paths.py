@@ -5,7 +5,7 @@ candidates, numbered by layer, then by model. Each candidate has R copies, so th
 path is the sequence of the candidates that the block uses. A configuration describes this path with a bit for each copy
 and an order of all copies. The copies of a candidate are equal, so there are P = n! / R!^(M D) orders. If P is at most
 MAX_ORDERS, the order is given by one whole number, its place in the lexicographic list of all orders. Otherwise the
-order is given by a sort key for each copy. The r-th copy of a candidate in the order has the r-th bit.
+order is given by a sort key for each copy. The r-th bit of a candidate is for its r-th copy in the order.
 
 Many configurations describe the same path. The class `DisPaths` stores one of these configurations: the path uses the
 first copies of each candidate, and the order is the first order that gives the path with these bits.
@@ -45,9 +45,9 @@ SCALE_DEVIATION = 0.11
 class Block:
     """The part of a merge that stands for one block, a group of adjacent layers at the same depth of all models.
 
-    `path` is the sequence of the layers that the merge uses in place of this group, as the numbers of candidates; a
-    candidate is a layer of one of the models in the group. `scale` is the scale of the last layer of `path` (field
-    `DisPaths.scale_of`).
+    `path` is the sequence of layers that the merge uses in place of the group; each is given as the number of a
+    candidate, a layer that the block may use. `scale` is a factor at the last layer of `path`: on the residual stream
+    or on the MLP's output, as the field `DisPaths.scale_of` says.
     """
 
     path: tuple[int, ...]
@@ -72,8 +72,8 @@ class DisPaths:
     - `has_scales`: whether a block has a scale, a number within `scale_range`. The scale multiplies the residual stream
       or the MLP's output (field `scale_of`) at the block's last layer.
     - `permutes`: whether a block may have its candidates in any order; otherwise they are in the order of their numbers
-    - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise random paths
-      are near one source
+    - `draws_uniformly`: whether each parameter of a random configuration is drawn independently; otherwise a random
+      path is a source model with a few changed blocks
     """
 
     base: str
@@ -98,20 +98,12 @@ class DisPaths:
 
     @property
     def num_candidates(self) -> int:
-        """The number of candidates of one block; a candidate is a layer that the block may use.
-
-        A block is a group of adjacent layers, and has this group's layers of every model. The result is the number of
-        layers in the group times the number of models.
-        """
+        """The number of layers that one block may use (candidates): its adjacent layers in each of the models."""
         return self.depth_granularity * len(self.models)
 
     @property
     def num_copies(self) -> int:
-        """The number of copies of all candidates (layers that a block may use) of one block.
-
-        The field `repeats` is the number of copies of a candidate, because the block may use a layer up to this number
-        of times.
-        """
+        """The number of layers that one block may use (candidates), each counted as often as it may be used."""
         return self.num_candidates * self.repeats
 
     @property
@@ -152,10 +144,13 @@ class DisPaths:
     def parameters(self) -> Iterator[Parameter]:
         """The search parameters that describe the layer paths of the space.
 
-        A layer path is the sequence of a merge's layers. It goes through blocks of adjacent layers. A block has one bit
-        for each copy of each layer that it may use; the bit says whether the path has this copy. The order of all
-        copies is one parameter or, if there are too many orders, is given by a sort key for each copy. The block's
-        scale is a further parameter.
+        A layer path is the sequence of a merge's layers. It consists of blocks. A block may use each of its candidate
+        layers up to `repeats` times (a field of the class), so each of them has `repeats` copies. A block has these
+        parameters:
+
+        - a bit for each copy, which says whether the path has this copy
+        - the order of all copies: one number or, if there are too many orders, a sort key for each copy
+        - the scale of the block, if the field `has_scales` is True
         """
         for block in range(self.num_blocks):
             names = self._names[block]
@@ -194,10 +189,9 @@ class DisPaths:
     def blocks(self, configuration: Configuration) -> tuple[Block, ...]:
         """The blocks of the merge that a configuration describes.
 
-        A block has the layers that the merge uses in place of a few adjacent layers of the base; its path is the
-        sequence of these layers. If the merge would have more layers than the space allows, some layers are removed. If
-        the field `retains` is True, an empty path means that the base's own layers stay. A block with exactly these
-        layers is then returned with an empty path.
+        A block's path is the sequence of layers that the merge uses in place of a few adjacent layers of the base. If
+        the field `retains` is True, a block that keeps the base's own layers has an empty path. If the merge would have
+        more layers than the space allows, some are left out.
         """
         spelled = []
         for names in self._names:
@@ -281,10 +275,7 @@ class DisPaths:
         return blocks if is_possible and in_range and self.layers(blocks) == list(layers) else None
 
     def depth(self, blocks: Sequence[Block]) -> int:
-        """The number of layers of the merge that consists of `blocks`.
-
-        A block has the layers that the merge uses in place of a few adjacent layers of the base.
-        """
+        """The number of layers of the merge that consists of `blocks`."""
         return sum(map(self._depth, blocks))
 
     def _number(self, model: str, layer: int, block: int) -> int | None:
@@ -298,8 +289,8 @@ class DisPaths:
     def _keys(self, order: Sequence[int]) -> list[float]:
         """Make sort keys, numbers in [0, 1], that stand for the order `order` of a block's candidates.
 
-        Candidates are numbers that stand for layers which the block may use. `order` contains several copies of each
-        candidate; their number is the field `repeats`. The result contains a key for each copy, ordered by candidate.
+        A candidate is a layer that the block may use, given as a number. `order` contains `repeats` copies of each
+        candidate (`repeats` is a field of the class). The result has one key for each copy, ordered by candidate.
         Sorting the copies by their keys gives `order`.
         """
         next_copy = [candidate * self.repeats for candidate in range(self.num_candidates)]
@@ -413,8 +404,8 @@ class DisPaths:
         """A random path of `size` layers through one block, as the numbers of its candidates.
 
         A path is a sequence of layers, and candidates are the layers that the block may use. `rng` gives the random
-        numbers. If the field `retains` is True, an empty path stands for the base's own layers of the block. If also
-        `size` is the number of these layers, the empty path is drawn with probability 1 / (number of models + 1).
+        numbers. If the field `retains` is True, an empty path stands for the base's own layers. If `size` is the number
+        of these layers, the result is therefore sometimes empty: with probability 1 / (number of models + 1).
         """
         if self.retains and size == self.depth_granularity and rng.integers(len(self.models) + 1) == 0:
             return ()
@@ -429,10 +420,10 @@ class DisPaths:
 
 @dataclass(frozen=True)
 class _Names:
-    """The names of the search parameters of one block: the layers that a merge uses in place of a few adjacent layers.
+    """The names of the search parameters of one block, that is, of the layers in place of a few layers of the base.
 
-    - `bits`: the parameters that say which copies of layers the block uses
-    - `order`: the parameter for the order of the copies; None if there is only one order, or too many
+    - `bits`: one parameter for each copy of each layer that the block may use: whether the block uses it
+    - `order`: the parameter for the order of the copies; None if there is only one order, or too many for one number
     - `keys`: if there are too many orders, the sort keys that define the order; otherwise empty
     - `scale`: the parameter for the block's scale; None if the block has no scale
     """
@@ -489,9 +480,10 @@ def first_order(path: Sequence[int], num_candidates: int, repeats: int) -> tuple
     """Encode a path through one block as bits and an order of layers.
 
     The path is a sequence of candidates, numbers from 0 to `num_candidates` - 1 that stand for the layers that the
-    block may use. The order has `repeats` copies of each candidate. The bits select the copies that the path uses: the
-    first copies of each candidate. The path is the selected copies, in their order. If several orders give the path,
-    the lexicographically first is returned. Raises ValueError if the path uses a candidate more than `repeats` times.
+    block may use. Each candidate has `repeats` copies. The order lists all copies of all candidates; the bits select
+    copies, and the selected ones, in this order, are the path. If the path uses a candidate n times, its first n copies
+    are selected. If several orders give the path, the lexicographically first is returned. Raises ValueError if the
+    path uses a candidate more than `repeats` times.
     """
     used = [path.count(candidate) for candidate in range(num_candidates)]
     if max(used, default=0) > repeats:

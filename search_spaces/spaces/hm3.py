@@ -6,9 +6,9 @@ A merge is a path of any length between two limits. The embedding is taken from 
 and the output head are taken from the last layer's model. The searcher `hm3` learns a policy that builds such paths.
 Every other searcher may also search the space, for comparison with the method.
 
-With `merged`, the pool has one more model, whose layers are themselves merges of the experts' layers (the upper level
-of HM3). This model is different for each preference vector, because its coefficients depend on the vector. A path has
-one of these vectors, and states which of its layers are merged.
+With the option `merged`, steps may also be layers of one more model, whose layers are merges of the experts' layers
+(the upper level of HM3). The coefficients of this model follow from a preference vector. A path has one of these
+vectors, and states which of its layers are merged.
 
 In the paper, any layer may follow any other layer. Almost no random path of this kind is a usable model, so a policy
 would have no reward to learn from. Here the layer that follows layer l is at most `max_jump` layers away from layer l +
@@ -176,11 +176,13 @@ class Hm3Space:
     def __init__(self, models: SearchedModels, section: Hm3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises:
-            InvalidStudy: There are no experts, fewer than two models have layers to exchange, the section names a model
-                that the study does not have, no path has the required length, an objective has no expert to merge, or
-                too many pairs of layers need an alignment (a learned map from one layer's output to the next layer's
-                input).
+        Raises InvalidStudy in these cases:
+
+        - There are no experts, or fewer than two models have layers to exchange.
+        - The section names a model that the study does not have.
+        - No path has the required length.
+        - Layers are to be merged by preference vectors, and an objective has no expert.
+        - Too many pairs of layers need an alignment (a learned map from one layer's output to the next layer's input).
         """
         chosen = models.experts if section.models is None else section.models
         default = math.ceil(models.num_layers * DEPTH_FACTOR) if models.max_layers is None else models.max_layers
@@ -388,7 +390,7 @@ class Hm3Space:
 
         A path is a sequence of step numbers; each number stands for one layer of one model. One of the models may be
         merged from the experts, with weights by a preference vector; `number` is the index of this vector. If several
-        models contain the same layer, its step number is the number of the layer in the first of these models.
+        models contain the same layer, its step number is the one for the first of these models.
         """
         paths = self.paths
         found: dict[LayerRecipe, int] = {}

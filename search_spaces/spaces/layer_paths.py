@@ -35,11 +35,10 @@ SCALED = 0.5
 class LayerPaths:
     """Paths of `min_length` to `max_length` layers through several models, and their conversion to configurations.
 
-    The class implements the interface `Structure`, the rules for drawing random configurations and for storing one of
-    several equivalent configurations. Each of `models` has `num_layers` layers. If `max_jump` is a number, layer l is
-    followed by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a path is then
-    at most `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. If `max_jump`
-    is None, any layer may follow any other layer.
+    The class implements the interface `Structure`. Each of `models` has `num_layers` layers. If `max_jump` is a number,
+    layer l is followed by one of the layers l + 1 - max_jump to l + 1 + max_jump of any model. The first layer of a
+    path is then at most `max_jump` from layer 0, and the last layer is at most `max_jump` from layer num_layers - 1. If
+    `max_jump` is None, any layer may follow any other layer.
 
     The model whose name is the constant MERGED has layers that are merged from several models, with weights that follow
     from a preference vector. There are `num_preferences` preference vectors. A path uses one of these vectors, and its
@@ -105,7 +104,7 @@ class LayerPaths:
     def layer_of(self, step: int) -> int:
         """Index of the layer, in its own model, that the step number `step` stands for.
 
-        A layer path is a sequence of step numbers. Each number stands for one layer of one model.
+        A step number is a number for one layer of one model; a layer path is a sequence of step numbers.
         """
         return step % self.num_layers
 
@@ -202,6 +201,25 @@ class LayerPaths:
         """
         return int(configuration.get(PREFERENCE, 0))
 
+    def merged_preference(self, configuration: Configuration) -> int | None:
+        """The index of the preference vector of the merged layers in the path that a configuration describes.
+
+        The result is None if no layer is merged from the experts, or if the space has one preference vector.
+        """
+        if self.num_preferences == 1 or not self._is_merged(self.path(configuration)):
+            return None
+        return self.preference(configuration)
+
+    def with_preference(self, configuration: Configuration, preference: int) -> Configuration:
+        """The configuration with the same path (sequence of layers), merged for another preference vector.
+
+        `preference` is the index of the vector that gives the experts' weights in merged layers. A path without merged
+        layers is returned as it is.
+        """
+        if self.merged_preference(configuration) is None:
+            return configuration
+        return {**configuration, PREFERENCE: preference}
+
     def scales(self, configuration: Configuration) -> tuple[float, ...]:
         """The scales of all layers except the last in the sequence of layers that a configuration describes.
 
@@ -248,8 +266,7 @@ class LayerPaths:
             if self.scale_range is not None and at + 1 < len(path):
                 found[_scale(at)] = scales[at] if scales else 1.0
         if self.num_preferences > 1:
-            is_merged = any(self.models[self.model_of(step)] == MERGED for step in path)
-            found[PREFERENCE] = preference if is_merged else 0
+            found[PREFERENCE] = preference if self._is_merged(path) else 0
         return found
 
     def repair(self, configuration: Configuration) -> dict[str, Any]:
@@ -279,13 +296,19 @@ class LayerPaths:
         preference = int(rng.integers(self.num_preferences)) if self.num_preferences > 1 else 0
         return self._configuration_of(layers, preference=preference)
 
-    def mutant(self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3) -> dict[str, Any]:
+    def mutant(
+        self, configuration: Configuration, rng: np.random.Generator, *, most: int = 3, preference: int | None = None
+    ) -> dict[str, Any]:
         """A configuration whose path (sequence of layers) differs from the path of `configuration` by a few changes.
 
         The changes are random. The number of changes is from one to `most`; smaller numbers are likelier. A change
         takes a layer from another model, repeats a layer, or leaves a layer out. If layers have scales, one scale is
         also replaced by a random scale. `rng` gives the random numbers. The result may describe the same path as
         `configuration`, because one change may undo another.
+
+        Merged layers have the experts' weights of one preference vector. If the path of `configuration` has merged
+        layers, the result has the same vector. Otherwise merged layers that the changes add have the vector with the
+        index `preference`, by default 0.
         """
         num_changes = int(math.exp(rng.uniform(0.0, math.log(most + 1))))
         path = self.path(configuration)
@@ -295,7 +318,13 @@ class LayerPaths:
         if self.scale_range is not None:
             at = int(rng.integers(len(layers)))
             layers[at] = (*layers[at][:2], self._drawn_scale(rng))
-        return self._configuration_of(layers, preference=self.preference(configuration))
+        own = self.preference(configuration)
+        kept = own if preference is None or self._is_merged(path) else preference
+        return self._configuration_of(layers, preference=kept)
+
+    def _is_merged(self, path: Sequence[int]) -> bool:
+        """Whether a layer of the path is merged from the experts; `path` is a sequence of step numbers (layers)."""
+        return any(self.models[self.model_of(step)] == MERGED for step in path)
 
     def _drawn_scale(self, rng: np.random.Generator) -> float:
         return self.scale_of(rng.uniform(-1.0, 1.0)) if rng.random() < SCALED else 1.0
@@ -338,8 +367,8 @@ class LayerPaths:
     def passthrough(self, num_blocks: int, rng: np.random.Generator) -> dict[str, Any] | None:
         """The configuration of a random layer sequence made of `num_blocks` blocks; a block has consecutive layers.
 
-        People who join layers of several models by hand usually write such sequences (paths). `rng` gives the random
-        numbers. Returns None if the drawn blocks together are not a path of the space.
+        Merges by hand ("frankenmerges") usually are such sequences (paths). `rng` gives the random numbers. Returns
+        None if the drawn blocks together are not a path of the space.
         """
         length = int(rng.integers(self.shortest, self.longest + 1))
         if num_blocks > length:

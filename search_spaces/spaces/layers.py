@@ -1,4 +1,4 @@
-"""Functions that several spaces use: groups of layers, recipes of layer paths, and recipes with a space's aliases."""
+"""Functions that several spaces use, for groups of layers, recipes of layer paths and aliases of models."""
 
 from __future__ import annotations
 

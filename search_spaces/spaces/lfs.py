@@ -322,9 +322,9 @@ class LfsSpace:
     def _operand_choices(self, method: str) -> dict[str, tuple[str, ...]]:
         """The models, or pairs of models, that a search may choose as sources of the merge method `method`.
 
-        The keys are the names of the choices: the aliases of the models, joined by "+". A pair consists of two experts,
-        or of the base and an expert. For an ordered method, a pair of experts is listed in both orders. With
-        `selection: all` there are no pairs with the base.
+        The keys are the names of the choices: the aliases of the models, joined by "+". A pair consists of two experts
+        or, unless the option is `selection: all`, of the base and an expert. If the method is not symmetric in its two
+        models, a pair of experts is listed in both orders.
         """
         with_base = tuple((self._base, expert) for expert in self._experts if self._pairs_with_base)
         choices: dict[str, tuple[tuple[str, ...], ...]] = {

@@ -27,8 +27,8 @@ class ComponentGroup:
 
     All tensors of the unit share their coefficients.
 
-    - `conditions`: the conditions on parameters under which a certain merge method is used; empty if the space has only
-      one method
+    - `conditions`: the object is made for one merge method; these are the conditions on parameters under which a
+      configuration chooses this method, or () if the space has no other method
     - `is_selected`: for each expert, the conditions on parameters under which the expert is merged
     """
 
@@ -157,10 +157,10 @@ class Ties:
 class Linear:
     """The weighted mean of the selected experts in LFS; the weights sum to one.
 
-    Each expert has a parameter, which exists only in configurations that select the expert. The weights are the
-    parameters' values divided by their sum; if all values are zero, the weights are equal. If a configuration selects
-    no expert, all experts are merged with equal weights. If it selects a single expert, the expert is averaged with the
-    base, whose weight is 1 minus the expert's weight.
+    Each expert has a parameter, which exists only in configurations that select the expert. With several experts, the
+    weights are the parameters' values divided by their sum; if all values are zero, the weights are equal. A single
+    expert is averaged with the base: the expert's weight is its parameter's value w, and the base's weight is 1 - w. If
+    a configuration selects no expert, all experts are merged with equal weights.
     """
 
     name = "linear"

@@ -78,17 +78,16 @@ class RangedMethod:
         return values
 
     def _encode_model(self, cell: ComponentGroup, operands: tuple[str, ...], model: str) -> dict[str, Any] | None:
-        """Parameter values that make a merge return the model `model` unchanged; None if no values do.
+        """Parameter values with which the merge is the model `model` unchanged; None if no values do that.
 
         `cell` is the part of the model that is merged, a component group (such as attention) of a layer group;
-        `operands` are the aliases of the models that are merged in it. Values exist in three cases:
+        `operands` are the aliases of the models that are merged in it. There are such values in three cases:
 
-        - `model` is the base, the method has a coefficient that makes the merge the base at the value 0, and 0 is in
-          the searched range of this coefficient.
-        - `model` is the first operand, and the method has a coefficient (its `first_at_zero`) that makes the merge the
-          first operand at the value 0.
-        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. If
-          the method needs several sources, the method `decode` makes a passthrough merge, an unchanged copy.
+        - `model` is the base, and a searched coefficient whose range includes 0 makes the merge the base if it is 0.
+        - `model` is the first operand, and a coefficient makes the merge the first operand if it is 0 (the field
+          `first_at_zero` of the method).
+        - `model` is the only operand, and the method returns a single source unchanged, or needs several sources. A
+          single operand of a method that needs several is copied (method `decode`).
         """
         method = self.method
         leaves_base = (method.base_at_zero, None if method.is_itself_alone else method.drops_zeros)
@@ -123,10 +122,10 @@ class RangedMethod:
         return {c.name: c.searched for c in self.method.coefficients if isinstance(c.searched, Range)}
 
     def _counts(self, num_operands: int) -> dict[str, float]:
-        """Values of the coefficients that count sources, such as the number of sources that must agree, in one merge.
+        """Values of the coefficients that are numbers of sources, such as how many must agree, keyed by coefficient.
 
         A search does not vary these coefficients. Each has the value that the method declares, but at most
-        `num_operands`, the number of merged models. The keys of the result are the coefficients' names.
+        `num_operands`, the number of merged models.
         """
         return {
             c.name: min(c.searched.value, num_operands)

@@ -131,10 +131,13 @@ class M3Space:
     def __init__(self, models: SearchedModels, section: M3Section) -> None:
         """Build the space with the options `section` over the models of a study.
 
-        Raises:
-            InvalidStudy: There are no experts, the average is the only method and there is only one expert, there are
-                too many experts for trying all orders of a p-series (shares proportional to k^-p for rank k), or the
-                option `orders` has an order that does not contain each expert once.
+        Raises InvalidStudy in these cases:
+
+        - There are no experts.
+        - There is one expert, and the average is the only merge method.
+        - Shares are by a p-series (the k-th expert's share is proportional to k^-p), and there are too many experts to
+          try all their orders.
+        - The option `orders` has an order that does not contain each expert once.
         """
         if problems := tuple(_problems(models, section)):
             raise InvalidStudy(problems)
@@ -375,14 +378,9 @@ def _p_series(experts: Sequence[str], order: Sequence[str], p: float) -> tuple[f
 def _exact_shares(found: _Numbers, scales: tuple[float, float]) -> tuple[float, ...]:
     """Reconstruct the experts' shares, which sum to one, from the rounded coefficients of a recipe.
 
-    `found` has the coefficients and, if it is known, the scale of the recipe. With a known scale, the coefficients are
-    the rounded shares, and their exact sum is one. With an unknown scale, each coefficient is the scale times a share;
-    the scale, which is their exact sum, is estimated by the sum of the coefficients, limited to `scales`, the lowest
-    and the highest scale that the space allows.
-
-    The difference between the exact sum and the sum of the coefficients is distributed evenly over the coefficients.
-    They are then divided by the exact sum, and at last by the sum of the quotients, so that the shares sum to one even
-    where a negative coefficient was replaced by zero.
+    Rounding changes the sum of the coefficients. Its exact value is 1 if the recipe states a scale beside them (then
+    the coefficients are the shares), and otherwise the scale, which is estimated within `scales` (lowest, highest). The
+    rounding error of the sum is distributed evenly over the coefficients, and these are divided by their sum.
     """
     total = math.fsum(found.numbers)
     exact = 1.0 if found.scale is not None else min(max(total, scales[0]), scales[1])

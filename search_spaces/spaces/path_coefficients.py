@@ -1,12 +1,13 @@
 """Coefficients along a layer path: each layer of the path becomes a merge of the same layer of several models.
 
 This is the parameter level of HM3 ("HM3: Hierarchical Multi-Objective Model Merging for Pretrained Models", equation
-1b): the parameters of step t are a merge of layer l_t of all models with the same base. A searched path fixes the
-layers. It also fixes the defaults of the coefficients, which give the path itself:
+1b): the weights of step t are a merge of layer l_t of all models with the same base. The layers are those of a path
+that a search has found. With the default coefficients, the merge is this path:
 
-- An expert's layer begins as task arithmetic with a coefficient of 1 for this expert and 0 for all others. A layer of
-  the base begins with 0 for all experts.
-- A merged layer begins with its own coefficients: one for each expert, or the strength if its method has no weights.
+- A layer of an expert becomes task arithmetic. By default the coefficient of this expert is 1, and those of all other
+  experts are 0. For a layer of the base, all coefficients are 0 by default.
+- A layer that is already a merge keeps its method, with its own coefficients as defaults: one for each source or, if
+  the method has no weights, a single strength.
 
 Each component of a layer (attention, MLP, norms), the embedding and the head have separate coefficients.
 """
@@ -36,10 +37,10 @@ STRENGTHS = (0.0, 2.0)
 
 @dataclass(frozen=True)
 class _Piece:
-    """One merge in a recipe, such as the merge of a layer's attention, with the parameters for its coefficients.
+    """One merge in a recipe, such as the merge of a layer's attention, with the parameters that a search varies in it.
 
-    `coefficient` is the name of the coefficient in the merge. `names` are the names of the parameters: one for each
-    source or, if the sources share the coefficient, a single name.
+    The search varies one coefficient of the merge, whose name is `coefficient`. `names` are the names of the
+    parameters: one for each source or, if all sources share one number, a single name.
     """
 
     merge: Merge
@@ -66,9 +67,10 @@ class PathCoefficients:
     """The coefficients of the merges along one layer path, as numeric parameters for gradient descent.
 
     A layer path is a sequence of layers of several models; `recipe` describes the merge that has these layers. The
-    class is immutable and implements the interface `Coefficients`. In every part of the model that the recipe takes
-    unchanged from a model, or merges by task arithmetic, each of `experts` has a coefficient. If `scale_range` (the
-    lowest and the highest scale) is given, the scales of all layers except the last are also parameters.
+    class is immutable and implements the interface `Coefficients`. A part of the model that the recipe takes unchanged
+    from a model, or merges by task arithmetic, has a coefficient for each of `experts`. A part with another merge
+    method has the method's own coefficients. If `scale_range` (the lowest and the highest scale) is given, the scales
+    of all layers except the last are also parameters.
     """
 
     # Coefficients by source are left out of recipes where they are 0, as those of task arithmetic are.
@@ -137,22 +139,17 @@ class PathCoefficients:
 
 
 def _piece(merge: Merge, name: str, experts: Sequence[str]) -> tuple[_Piece, float, float]:
-    """Turn the coefficients of one merge into parameters of a search, and return them with the range to search.
+    """Choose the search parameters for the coefficients of one merge, and the range [lowest, highest] of their values.
 
-    The first result is a merge with the names of its parameters. The two numbers are the lowest and the highest value
-    that is searched for each parameter; if a coefficient of `merge` is outside of this range, the class
-    PathCoefficients extends the range.
+    The first result is a merge with the names of its parameters; the other two are the ends of the range. If `merge` is
+    an unchanged model or task arithmetic, the first result is task arithmetic of all `experts`, with a parameter for
+    each expert, so that a search can add any expert's task vector to any layer. Otherwise the first result is `merge`
+    itself, with a parameter for each source or, if its method has no weights that gradients can change, one parameter
+    for its strength.
 
-    If `merge` is an unchanged model or task arithmetic, the first result is task arithmetic of all `experts`, with a
-    parameter for each expert, so that a search can add any expert's task vector to any layer. The parameters begin with
-    the coefficients of `merge`: 1 for an unchanged expert, and 0 for experts that do not take part.
-
-    If `merge` has another method, the first result has the sources of `merge`. If the method has a coefficient for each
-    source, and it can be searched by gradient, there is a parameter for each source; otherwise a single parameter is
-    the strength of the merge.
-
-    `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. The merge is in
-    canonical form, and all its sources are in the same layer.
+    `name` is the part of the model, such as "layer1.mlp"; the names of the parameters begin with it. `merge` is in
+    canonical form, and all its sources are in the same layer. If its own coefficients are outside of the range, the
+    caller extends the range.
     """
     if merge.method in ("passthrough", "task_arithmetic"):
         layer = merge.sources[0].layer

@@ -1,4 +1,4 @@
-"""Contradictions between the fields of a study, and names of features that are not available yet.
+"""Contradictions between the fields of a study, and the planned values and keys that are not accepted yet.
 
 Each check receives only sections that are valid on their own, so that all problems can be reported at once.
 """
@@ -304,11 +304,12 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 
 
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
-    """Yield a problem for each number of rungs that differs between objectives, or does not suit the scheduler.
+    """Yield a problem for each list of rungs (samples at each rung) that has a wrong length.
 
     All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
-    `racing`. The section `fidelity` has the scheduler and the numbers of samples at the rungs, and an objective may
-    state its own numbers of samples. `objectives` are the entries of the study file, keyed by position.
+    `racing`. If no objective has more samples at some rung than at the rung before it, that is also a problem.
+    `fidelity` has the scheduler and a list of rungs; an objective may state its own list. `objectives` are the entries
+    of the study file, keyed by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}

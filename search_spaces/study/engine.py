@@ -87,8 +87,8 @@ class EngineOptions(Engine):
     def document(self) -> dict[str, Any]:
         """The options, keyed by name, as plain data. Engines with equal options are interchangeable.
 
-        Options that were added later are left out if they have their default, so that the document of an old study
-        keeps its digest. The backend follows from the models and is always written as "vllm".
+        The document of an old study keeps its digest: options that were added later are left out if they have their
+        default, and `backend` is always "vllm", whichever program scores the tasks.
         """
         fields = type(self).model_fields
         newer = {name for name in ("max_layers", "model_runner") if getattr(self, name) == fields[name].default}

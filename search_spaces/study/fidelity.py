@@ -55,8 +55,8 @@ class Fidelity(Section):
     def rung_samples(self) -> tuple[int, ...] | None:
         """The number of samples at each rung, for objectives that do not state their own rungs.
 
-        The result is None if there is a single rung with all samples of the task. Raises ValueError if the section does
-        not define the numbers.
+        The result is None if there is a single rung with all samples of the task (`scheduler: none`). Raises ValueError
+        if the scheduler needs several rungs and the section does not define them.
         """
         if self.rungs is not None:
             return self.rungs

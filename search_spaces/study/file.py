@@ -91,7 +91,7 @@ class Study(Section):
     def _backend_of_tasks(self) -> Self:
         """Set the option `engine.backend` to the program that scores the study's tasks.
 
-        Studies of images that earlier versions stored have the value "vllm".
+        A stored study of images may have the value "vllm", because earlier versions stored this value for all studies.
         """
         tasks = [spec.task for _, spec in self.with_tasks() if isinstance(spec.task, DescribedTask)]
         backend = next((task.backend for task in tasks if task.backend != "vllm"), self.engine.backend)
@@ -238,15 +238,15 @@ def with_benchmarks(study: Study, added: AddedBenchmarks) -> Study:
 
 
 def same_but_limits(stored: Study, given: Study) -> tuple[str, ...]:
-    """Fields that differ between a stored study and a new version of it, although they must not change.
+    """Fields in which a new version of a study differs from the stored study, although they must not change.
 
     `stored` is the stored study, and `given` is the new version. If the result is empty, the study may be resumed as
     `given` states it. The fields are dotted paths; the path of a benchmark has its name, as in "benchmarks.mmlu".
 
-    These changes are accepted: other sections `limits` and `contamination`, a larger option `search.max_trials`, and
-    more benchmarks. The task, metric, prompt attack and judge (an LLM that rates completions) of a known benchmark must
-    stay the same. In a space that changes the number of layers, the option `limits.max_layers` must also stay the same,
-    because it is part of the space.
+    The sections `limits` and `contamination` may change, `search.max_trials` may become larger, and benchmarks may be
+    added. A stored benchmark must keep its task, metric, prompt attack and judge (an LLM that rates completions). In a
+    space that changes the number of layers, `limits.max_layers` must not change either, because it is part of the
+    space.
     """
     before, after = _flat(stored.canonical()), _flat(given.canonical())
     absent = object()

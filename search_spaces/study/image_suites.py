@@ -1,9 +1,10 @@
 """The image tasks that a study file can name: ten tasks of the HM3 and MergOPT papers, for CLIP's zero-shot heads.
 
 HM3 reports the first eight tasks (SUN397 to DTD); MergOPT reports all ten, with Flowers102 and PCAM. The data sets are
-the copies on the hub that publications on merging use. The templates are from the zero-shot evaluations of Radford et
-al. 2021, as published with CLIP. The names of classes are the data set's labels; if these labels are not words, the
-names are also from these evaluations.
+the copies on the hub that publications on merging use. A zero-shot head is computed from texts: templates such as "a
+photo of a {}." with the names of the classes. The templates are those of the zero-shot evaluations of Radford et al.
+2021, as published with CLIP. The names are the labels of the data set or, if these are not words, those of the same
+evaluations.
 """
 
 from __future__ import annotations
@@ -26,7 +27,8 @@ class ImageSuite:
     """Description of an image task that a study file can name.
 
     - `data`, `config`: the name of the data set on the hub, and its configuration if it has several
-    - `sizes`: maps the split "test" to its number of images; data sets have further splits, such as "train"
+    - `sizes`: the number of images of the split "test", keyed by "test"; further splits, such as "train", are not
+      listed
     - `templates`: texts that describe a class, with {} in place of its name
     - `classes`: the names of the classes in the order of the labels; None if the names in the data set are used
     - `paper`, `licence`: the tables that report the task, and the licence of the data

@@ -47,8 +47,8 @@ First say in one or two sentences what decides between the answers. Then write t
 class JudgeSpec(Section):
     """The judge of a benchmark: a model behind an endpoint with OpenAI's chat completions API, such as a vLLM server.
 
-    If the driver's environment variable MERGESEARCH_JUDGE_KEY is set, the driver sends its value as the API key.
-    Answers are drawn at temperature 0.
+    If the driver's environment variable MERGESEARCH_JUDGE_KEY is set, the driver sends its value as the API key. The
+    judge answers at temperature 0.
     """
 
     url: Line

@@ -37,7 +37,7 @@ class DescribedTask(Section, ABC):
     @property
     @abstractmethod
     def place_key(self) -> str:
-        """The key under which the study file names the data."""
+        """The key that names the data in the task's description in a study file, such as "file" or "images"."""
 
     @property
     @abstractmethod
@@ -61,12 +61,12 @@ class DescribedTask(Section, ABC):
 
     @property
     def minimised(self) -> tuple[str, ...]:
-        """The metrics of the task of which less is better, and whose range the task states."""
+        """Names of the task's metrics that are minimised and have a known range, so that no study needs to state it."""
         return ()
 
     @property
     def part(self) -> str | None:
-        """The part of the data that the task has, such as a split; None if the task has all data."""
+        """Name of the part of the data that the task uses, such as a split; None if it uses all data."""
         return None
 
     @property

@@ -346,12 +346,10 @@ class Search(Section):
         return self.max_trials if self.proposes else 0
 
     def num_scored(self, num_samples: int) -> int:
-        """Number of an objective's samples that are scored for a trial.
+        """Number of an objective's samples that are scored for a trial, out of `num_samples`.
 
-        `num_samples` is the number of all samples. With the option `fit_share` below 1, this share of the samples is
-        used for gradients only, and the other samples are scored; with the value 1, all samples are used for gradients
-        and are scored. The scored samples are the first samples in an order that the study's seed determines. With a
-        share below 1, a result of 0 means that no sample is scored, and a result of `num_samples` means that no sample
-        is used for gradients.
+        With the option `fit_share` below 1, this share of the samples is used for gradients only, and the others are
+        scored; after rounding, one of the two parts may be empty. With the value 1, all samples are used for both. The
+        scored samples are the first ones in an order that the study's seed determines.
         """
         return num_samples if self.fit_share == 1 else num_samples - round(self.fit_share * num_samples)

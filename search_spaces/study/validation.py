@@ -1,7 +1,7 @@
 """Conversion of validation errors to messages for users: the value, the accepted values, the nearest known name.
 
-pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies; names
-that are reserved for later versions are arguments.
+pydantic's errors become Problems with the help of the model's JSON Schema. The module is not specific to studies: the
+names of values and keys that are planned for later versions are given by the caller (`MessageHints`).
 """
 
 from __future__ import annotations
@@ -201,7 +201,8 @@ def _node(schema: Mapping[str, Any], place: Sequence[str | int]) -> Mapping[str,
 
     `place` is a sequence of keys, list positions and tags (names of a value's form) that pydantic reports. Several
     parts of `schema` may describe the value. The result is the first part that has properties. If no part has
-    properties, it is the first part with an enumeration, a constant or a type, or an empty mapping.
+    properties, it is the first part with an enumeration, a constant or a type; without such a part it is an empty
+    mapping.
     """
     found = _nodes(schema, place)
     wanted = ("properties", "enum", "const", "type")

@@ -96,7 +96,8 @@ async def answer_computed(
 def unchanging(request: Request, content: bytes, *, media_type: str) -> Response:
     """Respond with `content`, which never changes at its address, or with status 304 if the client has it already.
 
-    The ETag is a digest of the content. Browsers ask again at each use, so that rights are checked again.
+    The ETag is a digest of the content. Browsers may keep the content, but must ask the server before each use, so that
+    the sender's rights are checked.
     """
     tag = f'"{hashlib.sha256(content).hexdigest()[:32]}"'
     headers = {"Cache-Control": "private, no-cache"}

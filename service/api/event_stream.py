@@ -3,8 +3,9 @@
 On PostgreSQL, new events are read as soon as the database announces them. On SQLite, and while there are no
 announcements, the server polls for new events. Every watcher has its own cursor: the id of the last event that the
 server sent to it. The events of a job are stored in the order of their ids (they are written under the job's row lock),
-so a new event always has a larger id than every cursor. Watchers that are up to date share a window of recent frames.
-For a slower watcher, the server reads events from the database in batches, so that no backlog is held in memory.
+so a new event always has a larger id than every cursor. Watchers that are up to date share one buffer of the latest
+encoded events. For a slower watcher, the server reads events from the database in batches, so that no backlog is held
+in memory.
 """
 
 from __future__ import annotations
@@ -51,8 +52,8 @@ WINDOW = 1000
 class EventHub:
     """Hub that sends the events of jobs to HTTP clients as streams. A hub is bound to one asyncio event loop.
 
-    PostgreSQL notifies the hub of new events. Without notifications, as with SQLite, the hub reads the events of each
-    job that a client follows from `store` every `poll_s` seconds.
+    PostgreSQL notifies the hub of new events. Without notifications, as with SQLite, the hub asks `store` every
+    `poll_s` seconds for new events of the jobs that clients follow.
     """
 
     def __init__(self, store: Store, *, poll_s: float = POLL_S) -> None:

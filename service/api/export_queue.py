@@ -116,8 +116,7 @@ class Exports:
     def files(self, record: ExportRecord) -> Mapping[str, StoredFile] | None:
         """Files of an export's merged model, keyed by their paths in the export's directory.
 
-        The heads of image classifiers are in a directory of their own. Returns None if the files are not written yet or
-        were removed.
+        Returns None if the files are not written yet or were removed.
         """
         if self._artifacts is None:
             directory = self.directory(record)
@@ -166,17 +165,17 @@ class Exports:
     async def delete(self, record: ExportRecord, *, note: Callable[[], None] = lambda: None) -> None:
         """Delete an export (a merged model for download) and its files.
 
-        `note` is called in the transaction of the deletion. Raises NotFound if the export does not exist, and Conflict
-        if the export is being written or downloaded.
+        `note` is called in the transaction of the deletion, for example to write the audit log. Raises NotFound if the
+        export does not exist, and Conflict if the export is being written or downloaded.
         """
         await in_thread(Work.WRITE, self._delete, (record,), note=note)
 
     async def delete_job(self, job_id: str, *, noun: str, note: Callable[[], None] = lambda: None) -> None:
         """Delete a job that has ended, with its exports. `noun` is the word for the job in messages, such as "study".
 
-        `note` is called in the transaction of the deletion. Raises NotFound if there is no such job, and Conflict if
-        the job has not ended or one of its models is being written or downloaded. Nothing is deleted if an error is
-        raised.
+        `note` is called in the transaction of the deletion, for example to write the audit log. Raises NotFound if
+        there is no such job, and Conflict if the job has not ended or one of its models is being written or downloaded.
+        Nothing is deleted if an error is raised.
         """
         await in_thread(Work.WRITE, self._delete_job, job_id, noun=noun, note=note)
 
@@ -204,8 +203,8 @@ class Exports:
 
         An export is a merged model for download. The export is queued if it is new, if writing it has failed, or if its
         files were removed. Before an export is queued, `check` is called, which may refuse the export by an error, for
-        example because of a quota. During the call, no server with this database queues another export. `note` is
-        called with the export in the same transaction, even if the export was queued before.
+        example because of a quota. Meanwhile no server with this database queues another export. At the end, `note` is
+        called with the export, whether or not it was queued by this call; if `note` raises an error, nothing is stored.
         """
         wanted = ExportRecord(
             id=export_id(study_id, trial, dtype),
@@ -287,8 +286,8 @@ class Exports:
     def sweep(self, *, collects: bool = True) -> None:
         """Remove exports (merged models) that have expired or exceed the quota, and files that belong to no export.
 
-        If `collects` is True and exports are kept in an object store, all files of the object store are listed, and
-        files that no job uses are deleted too.
+        If `collects` is True and exports are kept in an object store, files in the object store that no job uses are
+        deleted too; this lists all of its files.
         """
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []

@@ -60,12 +60,12 @@ class Importances:
         self._process.stop()
 
     async def plot(self, study: JobRecord, objective: Objective, *, client: str = "") -> tuple[bytes, bool]:
-        """Compute the plot of a study for one objective, as JSON.
+        """Compute the plot of the importances of a study's parameters for one objective, as JSON.
 
         `client` names the sender of the request, so that many requests of one client do not delay other clients'
         requests. Returns the plot, and whether it is final. The plot is not final if the computation reached a limit of
-        time or memory: a later request may then get another plot. Raises Unavailable if the process has died or too
-        many requests wait.
+        time or memory: a later request may then get another plot. Raises Unavailable if the process that computes has
+        died, or if too many requests wait.
         """
         version = await anyio.to_thread.run_sync(self._records.version, study.id)
         key = (study.id, version, objective.name)
@@ -105,7 +105,7 @@ class Importances:
     async def _read(
         self, study: JobRecord, objective: Objective, version: Version
     ) -> tuple[list[TrialResult], Mapping[int, Mapping[str, Any]]]:
-        """Read the trials of a study, and the trials' configurations, keyed by trial number.
+        """Read the trials that have a value of `objective` and a configuration, and the configurations by trial number.
 
         The data have at least the changes up to `version`.
         """

@@ -4,9 +4,9 @@ The server looks for new events once for all streams. Each stream then reads its
 user who requested it, so that the stream stops showing a job as soon as this user may no longer read the job.
 
 On PostgreSQL, events of different jobs may become visible in another order than the order of their ids, because each
-transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again, and the id of a
-frame is at most the largest id below which no event is missing. Clients that reconnect may get events of the last
-seconds twice, but miss no event.
+transaction takes its ids before it ends. A stream therefore reads the events of the last seconds again. The id that it
+sends with an event is at most the largest id below which no event is missing. Clients that reconnect may get events of
+the last seconds twice, but miss no event.
 """
 
 from __future__ import annotations
@@ -83,10 +83,11 @@ class JobFeed:
     async def watch(
         self, *, after: int | None, renewal: Callable[[], Awaitable[Principal | None]]
     ) -> AsyncGenerator[bytes, None]:
-        """Yield events and progress of all jobs that the user may read, as encoded server-sent events, without end.
+        """Yield events and progress of all jobs that the sender may read, as encoded server-sent events, without end.
 
         The stream begins with the first event whose id is above `after`. If `after` is None, only new events are
-        yielded. `renewal` returns the sender with its present rights; the stream ends when `renewal` returns None.
+        yielded. `renewal` returns the sender of the request with its present rights; the stream ends when `renewal`
+        returns None.
         """
         self._watchers += 1
         if self._task is None:
@@ -194,9 +195,9 @@ class JobFeed:
 class _Cursor:
     """Position of one stream in the events of all jobs, and the ids of later events that the client has already.
 
-    Every event up to the position is visible in the database, so the stream reads only events with larger ids. The
-    position moves to an event `overlap_s` seconds after the event was read. The position moves to the event at once if
-    the event is older, by at least `overlap_s` seconds, than the latest event that was read.
+    No event up to the position can be missing, so the stream reads only events with larger ids. The position moves to
+    an event `overlap_s` seconds after the event was read, or as soon as the stream has read another event that happened
+    at least `overlap_s` seconds later.
     """
 
     def __init__(self, position: int, overlap_s: float) -> None:
@@ -222,7 +223,7 @@ class _Cursor:
         return new
 
     def id_of(self, record: JobEventRecord) -> int:
-        """Id after which a client that received the event `record` can resume its stream without missing an event."""
+        """Id to send with the event `record`; a client that resumes its stream after this id misses no event."""
         return min(self.position, record.event.id)
 
 

@@ -167,7 +167,7 @@ def _of_job(job: JobRecord) -> dict[str, str]:
 
 
 def _each_job(value: Callable[[JobRecord], float | None]) -> Callable[[Scrape], Samples]:
-    """Make the function `read` of a metric with one sample for each job: the number that `value` returns for the job.
+    """Make `Metric.read` for a metric with one sample for each job: the number that `value` returns for the job.
 
     Jobs for which `value` returns None get no sample.
     """
@@ -192,10 +192,9 @@ def _is_queued(scrape: Scrape) -> Samples:
 
 
 def _progress(key: str) -> Callable[[Scrape], Samples]:
-    """Make the function `read` of a metric that has one sample for each study, with a number of the study's progress.
+    """Make `Metric.read` for a metric with one sample for each study: a number of the study's stored progress.
 
-    `key` is the name of the number in the study's stored progress, such as `samples_scored`. Studies without this
-    number get no sample.
+    `key` is the name of the number, such as `samples_scored`. Studies without this number get no sample.
     """
     return _each_job(lambda job: job.progress.get(key) if _has_search(job) and job.progress else None)
 
@@ -231,10 +230,10 @@ def _waits_s(stored: Stored, kind: str) -> list[float]:
 
 
 def _of_waits(value: Callable[[list[float]], float]) -> Callable[[Scrape], Samples]:
-    """Make the function `read` of a metric about how long jobs have waited for a driver.
+    """Make `Metric.read` for a metric of how long jobs have waited for a driver.
 
-    A driver is a process that works on a job. The metric has one sample for each kind of job: the result of `value` for
-    the seconds that each job of this kind has waited.
+    A driver is a process that works on a job. The metric has one sample for each kind of job. `value` computes the
+    sample from the seconds that each waiting job of this kind has waited, for example as their maximum.
     """
 
     def read(scrape: Scrape) -> Samples:

@@ -222,10 +222,11 @@ def credential_of(request: Request, bearer: HTTPAuthorizationCredentials | None)
 async def _sender(
     request: Request, bearer: Annotated[HTTPAuthorizationCredentials | None, Depends(_bearer)]
 ) -> Principal:
-    """FastAPI dependency that returns the sender of a request, found by its token, its session's cookie or its address.
+    """FastAPI dependency that identifies the sender of a request by its token or by its session's cookie.
 
-    `bearer` is the token in the header Authorization, or None if the request has no token. Raises Refusal (403) if the
-    request may have been sent by a page of another server with the session's cookie.
+    At a server without accounts, the sender is a network address. `bearer` is the token in the header Authorization, or
+    None if the request has no token. Raises Refusal (403) if the request may have been sent by a page of another server
+    with the session's cookie.
     """
     guard: Guard = request.app.state.guard
     credential = credential_of(request, bearer)
@@ -293,9 +294,8 @@ def needs(scope: Scope, *, is_for_admins: bool = False) -> Any:
 def needs_throughout(scope: Scope) -> Any:
     """Make the FastAPI dependency of a route that sends a long stream, and whose path names no job.
 
-    The dependency refuses the senders that a dependency made by the function `needs` refuses. The value of the
-    dependency is a function that returns the sender of the request with its present rights, or None once the token or
-    session is no longer valid.
+    The dependency refuses the same senders as a dependency made by the function `needs`. Its value is a function that
+    returns the sender of the request with its present rights, or None once the token or session is no longer valid.
     """
 
     def checked(sender: Sender, renewal: Renewal) -> Callable[[], Awaitable[Principal | None]]:
@@ -339,8 +339,8 @@ def shows_session() -> Any:
 def logs_in() -> Any:
     """Make the FastAPI dependency of a route that begins or ends a login; it returns the sender's network address.
 
-    Everybody may use such a route without a token, but each address may send only a limited number of these requests.
-    A page of another server must not log a browser in: its requests that would change something are refused (403).
+    Such a route needs no token, but the number of these requests is limited for each address. A request that changes
+    something is refused (403) if a page of another server sent it, so that no such page can log a browser in.
     """
 
     async def counted(request: Request) -> str:

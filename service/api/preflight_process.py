@@ -2,7 +2,7 @@
 
 The checks import torch and lm-eval and read models. They run outside the server's process, with limits of elapsed time,
 processor time and memory. Therefore no request's body can stop the server, and no client can stop the requests of
-another client. If jobs run on other machines, the checks run on the head of their cluster (`NodeCalls.place`).
+another client. If jobs run on other machines, the checks run on the head node of the Ray cluster (`NodeCalls.place`).
 """
 
 from __future__ import annotations
@@ -69,9 +69,9 @@ def _memory_share() -> int:
 class Limits:
     """Limits on the checks of one submitted job.
 
-    `time_s` is the elapsed seconds, `cpu_s` is the seconds of processor time, and `memory_bytes` is the bytes of
-    memory. Processor time and memory are limited only until the checks begin to read the models' weights. Reading the
-    weights of large models for the first time takes minutes and maps all of their files.
+    `time_s` limits the elapsed seconds, `cpu_s` the seconds of processor time, and `memory_bytes` the bytes of memory.
+    Processor time and memory are limited only until the checks begin to read the models' weights, because reading the
+    weights of large models may take minutes and much memory.
     """
 
     time_s: float = 900.0
@@ -140,11 +140,11 @@ class Preflight(Protocol):
     ) -> FoundModels:
         """Find models in the directories that jobs of the account `reader` may read.
 
-        `under` is a directory to search in place of these directories, and `text` is a text that models must have; None
-        stands for no such restriction. `limit` is the largest number of models. `reader` is None at a server without
-        accounts. `client` names the sender of the request, so that many requests of one client do not delay other
-        clients' requests. Raises InvalidQuery if `under` cannot be searched, and Unavailable if no search is possible
-        at the moment.
+        `under` is a directory to search in place of these directories. `text` is a text that a model's name, directory
+        or architecture must contain. None stands for no such restriction. `limit` is the largest number of models to
+        return. `reader` is None at a server without accounts. `client` names the sender of the request, so that many
+        requests of one client do not delay other clients' requests. Raises InvalidQuery if `under` cannot be searched,
+        and Unavailable if no search is possible at the moment.
         """
 
     async def engine_dtype(self, stored: JobRecord, *, client: str = "") -> str:
@@ -238,9 +238,9 @@ class PreflightProcess:
         return await self._of_models(client, search_models, access, under=under, text=text, limit=limit)
 
     async def _of_models(self, client: str, function: Callable[..., Result], *args: Any, **kwargs: Any) -> Result:
-        """Call `function`, which opens models, in a validator process or on the cluster's node where jobs read models.
+        """Call `function`, which opens models, on the node of the Ray cluster that checks jobs, if there is one.
 
-        `client` names the sender of the request.
+        Otherwise it is called in a validator process on this machine. `client` names the sender of the request.
         """
         async with self._queue.turn(client):
             node = None if self._cluster is None else (await self._waited(_place(self._cluster)))[0]
@@ -349,9 +349,9 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
     `noun` is the word for such a job in error messages. `context` says which files the job may read, and to which jobs
     it may refer. Raises InvalidStudy with every problem.
 
-    The process's limits of memory and processor time are lifted when the checks begin to read the weights of models, or
-    to write merges of other studies that the job names as sources. Reading large weights maps all of their files, and
-    takes work that does not depend on the request alone.
+    The process has limits of memory and processor time. They are lifted when the checks begin to read the weights of
+    models, or to write merges of other studies that the job names as sources, because large models need more than the
+    limits.
     """
     try:
         return accept(parse_document(content, BODY, is_json=is_json), replace(context, lift_limits=lift_limits))
@@ -366,7 +366,7 @@ def check_request(content: bytes, noun: str, accept: Accept, context: RequestCon
 
 
 def search_models(access: FileAccess | None, **options: Any) -> FoundModels:
-    """Find models by `workers.models.listing.find_models`, with the same arguments.
+    """Find models by the function `find_models` of `workers.models.listing`, with the same arguments.
 
     Raises InvalidQuery if the directory to search cannot be searched.
     """

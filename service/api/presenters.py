@@ -342,8 +342,8 @@ def provenance_document(
 ) -> ProvenanceDocument:
     """Build the JSON document about the origin of a trial's stored samples.
 
-    `trial` is the trial's number, `evidence` has the reports of the engines that scored samples of its recipe, and
-    `verification` is the result of the study's verification.
+    `trial` is the trial's number, and `evidence` has the reports of the engines that scored samples of its recipe.
+    `verification` has the scores that transformers gave to some trials again, for comparison with the stored scores.
     """
     samples: Counter[str] = Counter()
     for record in evidence:

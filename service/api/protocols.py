@@ -16,7 +16,7 @@ __all__ = ["Cluster", "Principal"]
 class Cluster(Protocol):
     """Interface of the cluster on which drivers (the processes that work on jobs) run.
 
-    The server answers requests whether or not the cluster is reachable.
+    The server also answers requests while the cluster is unreachable.
     """
 
     def start(self) -> None:

@@ -34,8 +34,8 @@ Result = TypeVar("Result")
 class Version(NamedTuple):
     """Version of a study's results: it grows whenever the results may have changed.
 
-    `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of its last
-    event.
+    `attempt` is the number of processes (drivers) that have worked on the study, and `event` is the id of the study's
+    last event.
     """
 
     attempt: int
@@ -105,7 +105,7 @@ class RunRecords:
     async def trials(self, study_id: str, *, since: Version) -> tuple[TrialResult, ...]:
         """Results of all trials of the study. If the study is cached, only trials that may have changed are read again.
 
-        The results have at least the changes up to the version `since`, which the caller has just read.
+        `since` is the version of the study that the caller has just read; the results contain all changes up to it.
         """
         entry = self._entry(study_id)
         async with entry.lock:

@@ -46,7 +46,7 @@ class Histogram:
 
 
 class RequestCounter:
-    """Thread-safe counts and latencies of requests by HTTP method, route and status, and the open event streams.
+    """Thread-safe counts and latencies of requests by HTTP method, route and status, and number of open event streams.
 
     Requests are counted by their route's template, such as `/v1/studies/{study_id}`, and not by their path, because
     the number of paths has no limit.
@@ -80,7 +80,7 @@ class RequestCounter:
             return sorted(self._counts.items())
 
     def latencies(self) -> list[tuple[tuple[str, str, str], Histogram]]:
-        """Latencies of requests, each with their method, route and class of the status, such as "2xx"."""
+        """Histograms of latencies, each with the method, route and class of status (such as "2xx") of its requests."""
         with self._lock:
             return [(key, histogram.copy()) for key, histogram in sorted(self._latencies.items())]
 

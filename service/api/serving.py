@@ -79,7 +79,10 @@ def check_move(services: Services, sender: Principal, study: JobRecord, team: st
 
 
 def _check_number(services: Services, sender: Principal, team: str | None, *, number: int = 1) -> TeamLimits:
-    """Check that a team (or a sender without a team) may serve `number` more studies; return the team's limits."""
+    """Check that `team`, or the sender if `team` is None, may serve `number` more studies; return the team's limits.
+
+    Raises Conflict if the limit does not allow this.
+    """
     limits = TeamLimits() if team is None else services.accounts.team(team).limits
     check_number(services.store, team=team, limit=limits.max_served, sender=sender.account, number=number)
     return limits

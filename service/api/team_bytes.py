@@ -37,9 +37,9 @@ UNMEASURED = MeasuredExports({})
 
 
 class TeamBytes:
-    """Computes the bytes that teams use, and checks requests against the teams' quotas.
+    """Computes the bytes that artifacts and exported models of each team take, and checks requests against the quotas.
 
-    The quotas are read for each check.
+    Each check reads the team's present quotas.
     """
 
     def __init__(self, store: Store, accounts: AccountStore, artifacts: ArtifactStore, exports: Exports) -> None:
@@ -73,8 +73,8 @@ class TeamBytes:
     def measure(self, team: str | None, *, with_job: str | None = None) -> MeasuredExports:
         """Measure the files of a team's exports, and the files of the exports of the job `with_job` (None: no job).
 
-        Callers measure before they check quotas and store the export or job (`Store.admission`), because other requests
-        wait meanwhile. Without a quota of exports nothing is measured.
+        Call this method before entering `Store.admission`, because admissions of other requests would wait while files
+        are measured. Without a quota of exports nothing is measured.
         """
         if team is None or self._accounts.team(team).limits.export_bytes is None:
             return MeasuredExports({})

@@ -1,4 +1,4 @@
-"""Settings of the identity provider (OpenID Connect) with which users of browsers log in, as `serve` gets them."""
+"""Settings of the identity provider (OpenID Connect) with which users log in, from options of `mergesearch serve`."""
 
 from __future__ import annotations
 

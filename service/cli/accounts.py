@@ -1,7 +1,7 @@
 """Commands `users`, `teams` and `tokens`, which change the server's database directly, and the command `login`.
 
-Every system user who can open the database may use these commands. They create the first administrator, and replace
-lost tokens.
+Every system user who can open the database may use the first three commands. They create the first administrator, and
+replace lost tokens.
 """
 
 from __future__ import annotations
@@ -80,13 +80,13 @@ def add_user(options: argparse.Namespace) -> int:
 
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:
-    """Store a token that an operator has made for a deployment as a token of the user `user`.
+    """Store `token`, which an operator has made for a deployment, as a token of the user `user`.
 
-    The token comes, for example, from a Kubernetes secret. Tokens that were stored for the deployment before are
-    revoked. If `token` itself is stored already, it is not changed. If an administrator has revoked it, nothing is
-    changed, and the deployment starts without it. `scope` is the name of the token's scope, which says for which
-    requests the token can be used. `accounts` is the account store, and `actor` is who makes the change, for the audit
-    log. Raises Conflict if `token` is a token of another user.
+    The token comes, for example, from a Kubernetes secret. Earlier tokens of the deployment are revoked. If `token`
+    itself is stored already, it is not changed. If an administrator has revoked it, nothing is changed, and the
+    deployment starts without it. `scope` is the name of the token's scope, which says for which requests the token can
+    be used. `accounts` is the account store, and `actor` is who makes the change, for the audit log. Raises Conflict if
+    `token` is a token of another user.
     """
     known = accounts.known_token(token.digest)
     if known is not None and known.user != user.name:

@@ -207,8 +207,8 @@ class Chat:
         complete prompts, the function prints what the server waits for, and asks again.
 
         Raises:
-            RequestRefused: The server refused the request, or no engine was ready within the time of the chat's
-                options.
+            RequestRefused: The server refused the request, or no engine was ready within the seconds that the chat's
+                option `wait_s` allows.
         """
         given: dict[str, Any] = {"prompt": prompt} if messages is None else {"messages": messages}
         deadline = time.monotonic() + self._options.wait_s

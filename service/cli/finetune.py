@@ -8,14 +8,14 @@ import json
 import sys
 import threading
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy
 from service.cli.terminal import console, print_json, print_json_line
 from service.types import JobState
-from workers.errors import TrainingFailed
+from workers.errors import InvalidTask, TrainingFailed
 from workers.training.finetuning.history import METRICS, read_history
 
 __all__ = ["finetune", "training_text"]
@@ -35,6 +35,7 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     the results and return the exit code.
     """
     from service.jobs.finetune.directory import EXPERT_DIR, trained_fleet
+    from service.jobs.finetune.request import template_problems
     from service.jobs.finetune.training import run_fleet
     from service.jobs.resources import OWN
     from service.results.training import (
@@ -55,6 +56,10 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
     analysed = options.analyse is not None or pipeline.analysis is not None
     if analysed and (problems := lack_of_losses(pipeline)):
         raise InvalidStudy(problems)
+    if not (out / STUDY).exists():
+        with suppress(InvalidTask):  # data that cannot be read are reported before their expert is trained
+            if problems := template_problems(pipeline):
+                raise InvalidStudy(problems)
 
     def report(state: JobState, reason: str | None = None) -> Path:
         file = out / REPORT

@@ -21,7 +21,7 @@ __all__ = ["analysis_tables", "finetune_table", "finetunes_table"]
 def finetunes_table(finetunes: Sequence[FinetuneDocument]) -> Table:
     """Terminal table of fine-tunings, one row for each in the given order.
 
-    Ids are cut to their first digits, to the smallest number of digits (at least 8) by which all ids differ.
+    Ids are shortened to the first digits that tell all of them apart, at least 8.
     """
     table = titled("Fine-tunings")
     for name in ("fine-tuning", "name", "state"):

@@ -177,7 +177,7 @@ VIEWS: Mapping[str, type[JobView]] = {SEARCH.name: StudyView, FINETUNE.name: Fin
 
 
 def view_of(kind: str, client: Client, *, as_json: bool) -> JobView:
-    """Create the object that prints jobs of the kind named `kind` of the server of `client`.
+    """Create the object that prints the server's jobs of the kind named `kind`; `client` is the client of this server.
 
     If `as_json` is True, results are printed as JSON.
     """

@@ -35,8 +35,8 @@ def plan(options: argparse.Namespace) -> int:
 def plan_text(document: PlanDocument) -> str:
     """Format the expected cost of a study on machines of a given kind, as `mergesearch plan` prints it.
 
-    `document` is the plan. The text contains the memory that each part takes on a GPU or a host, the seconds of each
-    phase, the hours in all, and the values for the Helm chart.
+    `document` is the plan. The text contains the memory needed on each GPU and each host, the seconds of each phase,
+    the hours in all, and the values for the Helm chart.
     """
     import yaml
 
@@ -60,17 +60,19 @@ def plan_text(document: PlanDocument) -> str:
     lines += [""] + [f"does not fit: {lack}" for lack in document["lacks"]]
     if not document["lacks"]:
         lines.append("fits")
+    lines += [f"advice: {advice}" for advice in document["advice"]]
     chart = yaml.safe_dump(document["chart"], sort_keys=False).rstrip()
     return "\n".join([*lines, "", "# values of the Helm chart", chart])
 
 
 def _memory(document: PlanDocument) -> list[tuple[str, ...]]:
+    from service.studies.planning.placement import ON_OWN_GPUS
+
     placed = document["placement"]
     rows = [
         (part["name"], part["place"], _gib(part["gpu_bytes"]), _gib(part["host_bytes"])) for part in placed["parts"]
     ]
-    # Gradients have a GPU of their own.
-    on_gpu = sum(part["gpu_bytes"] for part in placed["parts"] if part["name"] != "gradients")
+    on_gpu = sum(part["gpu_bytes"] for part in placed["parts"] if part["name"] not in ON_OWN_GPUS)
     on_host = sum(part["host_bytes"] for part in placed["parts"])
     capacity = (_gib(placed["gpu_capacity"]), _gib(placed["host_capacity"]))
     return [*rows, ("in all", "", _gib(on_gpu), _gib(on_host)), ("usable", "", *capacity)]

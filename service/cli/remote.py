@@ -51,9 +51,9 @@ def server_client(server: str | None, *, no_directory: str | None = None) -> Ite
     """Context with a client of the server that a command uses.
 
     `server` is the server's address. If it is None, the address is the value of the environment variable
-    MERGESEARCH_SERVER, or http://127.0.0.1:8080 if the variable is not set. `no_directory` is an argument of the
-    command that could be the path of a directory, although this directory does not exist. If no server answers, the
-    error message then mentions the missing directory too.
+    MERGESEARCH_SERVER, or http://127.0.0.1:8080 if the variable is not set. `no_directory` is the command's argument if
+    the user may have meant a directory that does not exist; if no server answers, the error message then mentions the
+    missing directory too.
 
     Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
     """
@@ -78,9 +78,9 @@ def server_verbs(server: str | None, *, as_json: bool, no_directory: str | None 
     """Context with the commands that use a server, as an object with one method for each command.
 
     If `as_json` is True, the commands print JSON. `server` is the server's address; None means the address of the
-    environment variable MERGESEARCH_SERVER, or the default. `no_directory` is an argument of the command that could be
-    the path of a directory, although this directory does not exist. If no server answers, the error message then
-    mentions the missing directory too.
+    environment variable MERGESEARCH_SERVER, or the default. `no_directory` is the command's argument if the user may
+    have meant a directory that does not exist; if no server answers, the error message then mentions the missing
+    directory too.
 
     Raises NotFound if the address is invalid, and ServerUnreachable if no server answers.
     """

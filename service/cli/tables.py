@@ -301,7 +301,7 @@ def trials_table(documents: Iterable[TrialDocument], objectives: Sequence[str]) 
 def studies_table(studies: Sequence[StudyDocument]) -> Table:
     """Terminal table of studies, one row for each in the given order.
 
-    Ids are cut to their first digits, to the smallest number of digits (at least 8) by which all ids differ.
+    Ids are shortened to the first digits that tell all of them apart, at least 8.
     """
     table = titled("Studies")
     for name in ("study", "name", "state"):
@@ -384,8 +384,8 @@ def job_table(job: JobDocument, *, noun: str, server: str, rows: Iterable[tuple[
 def jobs_table(jobs: Sequence[JobDocument], *, noun: str, title: str) -> Table:
     """Terminal table of jobs of one kind, one row for each in the given order.
 
-    `noun` is the word for such a job, such as "study", and `title` is the title of the table. Ids are cut to their
-    first digits, to the smallest number of digits (at least 8) by which all ids differ.
+    `noun` is the word for such a job, such as "study", and `title` is the title of the table. Ids are shortened to the
+    first digits that tell all of them apart, at least 8.
     """
     table = titled(title)
     for name in (noun, "name", "state"):
@@ -463,7 +463,7 @@ def state_text(state: str) -> Text:
 
 
 def id_digits(ids: Sequence[str]) -> int:
-    """Number of leading digits by which all given ids are different: the smallest such number, but at least 8."""
+    """Smallest number of leading digits that tells all given ids apart, but at least 8."""
     digits = ID_DIGITS
     while len({name[:digits] for name in ids}) < len(ids):
         digits += 1

@@ -33,7 +33,7 @@ def fetch_task(options: argparse.Namespace) -> int:
 
 
 def list_images(options: argparse.Namespace) -> int:
-    """Print the classes and numbers of images in a folder or JSONL file, after decoding every image."""
+    """Decode every image in a folder or JSONL file, and print the number of images of each class."""
     from workers.evaluation.image_tasks import image_facts
 
     found = image_facts(options.place)

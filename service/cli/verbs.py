@@ -561,7 +561,8 @@ def export(options: argparse.Namespace) -> int:
 def _export_quantised(options: argparse.Namespace, trial: str, chosen: Any) -> None:
     """Write a trial's quantised model, and print its directory and its held-out scores beside the scores of the merge.
 
-    `trial` is "best" or a number, and `chosen` is the document of a trial that weights of objectives chose, or None.
+    `trial` is "best" or a number. `chosen` describes the trial if the user's weights of the objectives chose it; None
+    if the user gave no weights.
     """
     from dataclasses import asdict
 

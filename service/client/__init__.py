@@ -10,8 +10,8 @@ Importing this package loads neither httpx nor anything heavy.
 - `finetune_flows`: flows of the calls about fine-tunings
 - `notification_flows`: flows of the calls about webhooks and e-mail addresses
 - `views`: documents as notebooks show them, and as data frames
-- `requests`: one request: retries, responses, refusals
-- `transport`: requests and responses in terms of httpx
+- `requests`: makes a request, repeats it after a lost connection, and reads the response
+- `transport`: converts requests and responses between the client's types and httpx
 - `credentials`: tokens of servers on the user's machine
 - `events`: parses the stream of a job's events
 - `completions`: requests for completions, and the parser of their streams

@@ -281,7 +281,8 @@ class AsyncClient:
             out: New directory for the model.
             dtype: Dtype of the weights, such as "bfloat16"; None means the dtype in which the study scored its merges.
             prefer: Weights of the objectives, which sum to 1. The trial of the Pareto front that is best by these
-                weights is exported; `trial` must be "best" then. The method `pareto` returns the same trial.
+                weights is exported; `trial` must be "best" then. The method `pareto` with the same `prefer` says which
+                trial this is.
             received: Called with the bytes received so far and the total number of bytes (None while unknown).
 
         Returns:

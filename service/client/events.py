@@ -39,7 +39,7 @@ class Event:
 
     Attributes:
         kind: What happened, such as "trial".
-        id: Position among the stored events, ascending; None for "progress" and "end".
+        id: Id of the stored event, after which a stream can be resumed; None for "progress" and "end".
         time: Time in RFC 3339; None for "progress" and "end".
         payload: Details as JSON, which depend on the kind.
         job: Id of the job, in the stream of all jobs; None in the stream of one job.
@@ -141,7 +141,7 @@ class EventReader:
             yield Event(kind, number, data["time"], data["payload"])
 
     def _line(self, line: str) -> Mapping[str, str] | None:
-        """Add a line to the fields of the next event; return the fields if the line ends the event."""
+        """Add a line of the stream to the next event; return the fields of the event if the line ends it, else None."""
         if not line:
             fields, self._fields = self._fields, {}
             return fields if "data" in fields else None
@@ -166,7 +166,7 @@ class JobsEventReader(EventReader):
         self._known: deque[int] = deque(maxlen=MAX_KNOWN)
 
     def call(self) -> Call:
-        """Build the request for the events of all jobs after the last events received."""
+        """Build the request for the events of all jobs after the last event received."""
         call = super().call()
         left_out = () if self._knows_start else ("Last-Event-ID",)
         return replace(call, headers={name: value for name, value in call.headers.items() if name not in left_out})

@@ -283,8 +283,8 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Fro
         prefer: Weights of the objectives, which sum to 1; None picks no trial.
 
     Returns:
-        The Pareto front. With `prefer`, the key "preferred" has the trial of the front that is best by the weights. Its
-        method `to_dataframe` converts the front to a pandas data frame.
+        The Pareto front; its method `to_dataframe` converts it to a pandas data frame. With `prefer`, the key
+        "preferred" has the trial of the front that is best by the weights.
 
     Raises:
         RequestRefused: The weights do not sum to 1, or name objectives that the study does not have.
@@ -336,8 +336,9 @@ def importance(study: str, *, objective: str | None = None) -> Flow[dict[str, An
         objective: Name of the objective; None is the first objective.
 
     Returns:
-        "parameters" with their importances, the most important first, and the sums by "layers", "parts" and "experts".
-        Below 50 trials, "parameters" is None, and "reason" says why.
+        "parameters" has the importance of each parameter, the most important first. "layers", "parts" and "experts"
+        have sums of importances by range of layers, by part of a layer (such as attention), and by expert. Without
+        importances, for example below 50 trials, "parameters" is None, and "reason" says why.
 
     Raises:
         RequestRefused: The study has no such objective (status 422).
@@ -504,8 +505,8 @@ def samples(
 def set_validity(study: str, number: int, *, is_valid: bool, reason: str | None = None) -> Flow[TrialDocument]:
     """Mark a trial as invalid, so that all results leave it out, or as valid again.
 
-    The trial keeps its scored samples. A COMPLETE study continues: another trial takes the invalid trial's place among
-    the best, and is scored on held-out data.
+    The trial keeps its scored samples. If other trials are now among the best, they are scored on held-out data; a
+    COMPLETE study continues for this.
 
     Args:
         study: Id of the study.
@@ -547,8 +548,8 @@ def serve(
         key `model` is the name by which requests of such clients choose the trial.
 
     Raises:
-        RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or the sender
-            of the request may not export models of the study (403).
+        RequestRefused: The study has no such trial (status 404), its team serves too many studies (409), or you may not
+            export models of the study (403).
 
     Examples:
         >>> served = client.serve("5f0c...", 12)

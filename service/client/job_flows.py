@@ -177,9 +177,9 @@ def me() -> Flow[MeDocument]:
 
 
 def overview(url: str) -> Flow[str]:
-    """Return the display of a client in a notebook: HTML with the newest studies and fine-tunings at `url`.
+    """Return the HTML that a notebook shows for a client: the newest studies and fine-tunings of the server at `url`.
 
-    The method sends two requests. If the server refuses a request or does not answer, the display has the reason.
+    The method sends two requests. If the server refuses a request or does not answer, the HTML shows the reason.
     """
     found: dict[str, JobList] = {}
     try:
@@ -259,7 +259,8 @@ def pause(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 def stop(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
     """Stop the search of a study early; held-out data and benchmarks are scored as always.
 
-    Evaluations that run finish, and the other trials are pruned. A search that was stopped already is not changed.
+    Running evaluations finish, and the other unfinished trials are pruned. A search that was stopped already is not
+    changed.
 
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
@@ -323,7 +324,7 @@ def resume(job: Reference, *, reason: str | None = None) -> Flow[JobDocument]:
 
 
 def cluster() -> Flow[ClusterDocument]:
-    """Return the nodes of the Ray cluster and their use, the server's disk, and the versions of the server's parts.
+    """Return the nodes of the Ray cluster and the use of their resources, the server's disk, and versions of packages.
 
     On a server with accounts only administrators may call this method.
 
@@ -399,8 +400,8 @@ def edit(
         job: Id of a study, or a document that the server returned for a job of any kind.
         changes: New values, keyed by name: "name", "description", "tags", "notes" and "priority"; for a study also
             "max_trials", "replicas" (the number of engines) and "limits". Options that are left out keep their values.
-        version: The "version" of the job as you read it, so that edits by others are not lost; None takes the present
-            version.
+        version: The "version" of the job as you read it, so that edits by others are not lost; None edits the job
+            whatever its version is.
         reason: The reason, which the events of the job show; None states no reason.
 
     Returns:

@@ -1,6 +1,7 @@
 """HTTP requests that the client's generators yield, and functions that read the responses.
 
-A request is sent again if its connection was lost. Repeating a request is safe: submissions have an idempotency key.
+A request is sent again if its connection was lost, unless the repetition could make a change twice. Submissions have an
+idempotency key, so they can be repeated.
 """
 
 from __future__ import annotations
@@ -154,7 +155,7 @@ def text_of(call: Call) -> Flow[str]:
 
 
 def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
-    """Generator that sends a request, again after a lost connection, and returns the response (status 2xx).
+    """Generator that sends a request, repeats it after a lost connection, and returns the response (status 2xx).
 
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
     unreachable at the first attempt is reported immediately. If `repeats` is False, the request is never sent again,

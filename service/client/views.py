@@ -46,9 +46,10 @@ COLOURS = {
 
 @dataclass(frozen=True)
 class Table:
-    """Table in the display of a document in a notebook.
+    """Table in the display that a notebook shows for a document.
 
-    `cells` has a row of values for each of `columns`. The columns in `texts` are aligned to the left and break lines.
+    `cells` has the table's rows; each row has a value for each of `columns`. The columns named in `texts` are aligned
+    to the left, and their long texts are wrapped.
     """
 
     columns: Sequence[str]
@@ -64,7 +65,10 @@ class Table:
 
     @property
     def rows(self) -> list[list[tuple[str, str]]]:
-        """The rows as pairs of column and text, without the columns that are empty."""
+        """The rows to show: each is a list of pairs of column name and cell text.
+
+        Columns that are empty in all rows are left out.
+        """
         shown = set(self.shown_columns)
         return [
             [(name, _text(cell)) for name, cell in zip(self.columns, row, strict=True) if name in shown]
@@ -74,9 +78,9 @@ class Table:
 
 @dataclass(frozen=True)
 class Display:
-    """Content of a document's display in a notebook.
+    """Content of the display that a notebook shows for a document.
 
-    `title`, `facts` and `tables` are shown. A bar shows `share`, in [0, 1], unless it is None.
+    `share` is the share of planned work that is done, from 0 to 1, which is shown as a bar; None shows no bar.
     """
 
     title: str
@@ -123,7 +127,7 @@ class _Document(dict[str, Any], ABC):
 
 
 class Job(_Document):
-    """Document of a job: a study, a fine-tuning or a served study."""
+    """JSON document of a job (a study, a fine-tuning or a served study), as a dict that a notebook shows as HTML."""
 
     def __repr__(self) -> str:
         states = self._trials() or self._stage()
@@ -183,7 +187,7 @@ class Job(_Document):
 
 
 class JobList(list["JobDocument"]):
-    """List of jobs."""
+    """List of jobs, which a notebook shows as a table."""
 
     def __repr__(self) -> str:
         named = [f"{job['name']} {job['state']}" for job in self[:MAX_NAMES]]
@@ -194,7 +198,7 @@ class JobList(list["JobDocument"]):
         return _render(Display(_counted(len(self), "job"), tables=[self.table()] if self else []))
 
     def table(self) -> Table:
-        """Table with a row for each job, or for the last jobs only if there are many."""
+        """Table with a row for each job; if there are many jobs, only for the last ones in the list."""
         shown = self[-MAX_ROWS:]
         cells = [
             (job["name"], job["state"], _states(job), _minute(job["created_at"]), job["owner"], job["id"])
@@ -206,7 +210,7 @@ class JobList(list["JobDocument"]):
 
 
 class Trial(_Document):
-    """Document of a trial."""
+    """JSON document of a trial, as a dict that a notebook shows as HTML."""
 
     def __repr__(self) -> str:
         values = self["values"] or (self["rungs"][-1]["values"] if self["rungs"] else {})
@@ -250,7 +254,7 @@ class Trial(_Document):
 
 
 class TrialList(list["TrialDocument"]):
-    """List of trials."""
+    """List of trials, which a notebook shows as a table."""
 
     def __repr__(self) -> str:
         counts = Counter(trial["state"] for trial in self)
@@ -385,7 +389,7 @@ class Summary(_Document):
 
 
 class TrialSamples(_Document):
-    """Part of the samples of one trial, or of two trials side by side."""
+    """JSON document with one page of the samples of a trial, or of two trials side by side."""
 
     def __repr__(self) -> str:
         against = "" if self["against"] is None else f" against trial {self['against']}"
@@ -419,9 +423,11 @@ class TrialSamples(_Document):
         )
 
     def to_dataframe(self) -> pandas.DataFrame:
-        """Return these samples as a data frame, with the columns `a.value`, `a.response` and `a.is_truncated`.
+        """Return these samples as a data frame, with a row for each sample.
 
-        If there is a second trial, its columns begin with `b`.
+        The first columns describe the sample, such as `prompt`. The columns `a.value`, `a.response` and
+        `a.is_truncated` have the trial's result. If the samples are of two trials, the columns `b.value`, `b.response`
+        and `b.is_truncated` have the second trial's result.
 
         Raises:
             Conflict: pandas is not installed.

@@ -21,7 +21,7 @@ class RayDashboard:
 
     @classmethod
     def at(cls, url: str) -> RayDashboard:
-        """Make the dashboard at `url`, with the token that Ray's own clients in this process would send."""
+        """Describe the Ray dashboard at `url`, with the access token that Ray's own clients would send to it."""
         from ray._private.authentication.http_token_authentication import get_auth_headers_if_auth_enabled
 
         return cls(url.rstrip("/"), dict(get_auth_headers_if_auth_enabled({})))

@@ -1,8 +1,8 @@
 """Remote function calls on chosen nodes of a Ray cluster, each as a Ray Job.
 
 Nodes may have access to files, such as models, that a server on another machine cannot read. Their machines may also
-have another amount of memory. Therefore the server runs some functions on these nodes. The server stores each call as a
-file, named by the sha256 of its content, among the artifacts, to which servers and nodes have access. The Ray Job
+have a different amount of memory. Therefore the server runs some functions on these nodes. The server stores each call
+as a file, named by the sha256 of its content, among the artifacts, to which servers and nodes have access. The Ray Job
 receives this sha256, stores the result in the same way, and writes the sha256 of the result to its log.
 """
 
@@ -147,14 +147,13 @@ class NodeCalls:
     def place(self) -> tuple[Node | None, tuple[EngineMachines, ...]]:
         """Select the node on which submitted jobs are checked, and list the machines that can run inference engines.
 
-        The node is the head of the cluster: the process that later works on a job runs there and repeats the checks
-        with the same models and database, which other nodes may be unable to reach. The node is None if the head is on
-        this machine; jobs are then checked by this machine's own processes. If the cluster does not answer, the node is
-        None too. But if this machine and the head share their files only through an object store, ConnectionError is
-        raised instead.
+        The node is the head of the cluster. The process that later works on a job also runs there, and needs the same
+        models and database. The node is None if the head is on this machine, which then checks jobs itself. It is also
+        None if the cluster does not answer, unless this machine and the head share files only through an object store:
+        then ConnectionError is raised.
 
-        The list contains the GPUs and memory of each machine whose node is alive. The list is empty if the cluster has
-        only this machine, or if the cluster does not answer.
+        The list contains the GPUs and memory of each machine whose node is alive. It is empty if the cluster has only
+        this machine, or if the cluster does not answer.
         """
         try:
             client, url = self._connected()

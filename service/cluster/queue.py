@@ -9,10 +9,10 @@ nor Ray, so that a simulation can drive it. The rules, in this order:
 2. Jobs whose team has used up its GPU-hours of the month give their places up. Jobs of the team that need no place,
    such as served studies, stop too. In all other cases, jobs that need no place start at once.
 3. The next place goes to the job of the largest priority. Jobs of equal priority are ordered by fair share: the next
-   job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved come
-   where they were moved to.
-4. A job is passed over as long as it would exceed a quota of its team. If it waits for replicas of the quota
-   `max_replicas`, later jobs of its team do not take them, or jobs with few replicas could pass it forever.
+   job is the oldest job of the team with the smallest usage for its weight. Jobs that an administrator has moved are
+   put where they were moved to.
+4. A job is passed over as long as it would exceed a quota of its team. If the quota is `max_replicas`, the replicas
+   that are left of it are kept for this job, so that later jobs of the team with fewer replicas cannot pass it forever.
 5. If all places are taken, a waiting job gets the place of the running job of the smallest priority, if this priority
    is smaller than the priority of the waiting job. No job loses its place in this way before it has held the place for
    KEEPS_PLACE_S seconds.
@@ -105,7 +105,7 @@ class TeamState:
     usage: TeamUsage = field(default_factory=TeamUsage)
 
     def used_up(self) -> Shortage | None:
-        """Return the team's quota of GPU-hours as a shortage if it is used up, else None."""
+        """Return the team's quota of GPU-hours if the team has used it up, else None."""
         limit, used = self.limits.gpu_hours, self.usage.month
         return None if limit is None or used < limit else Shortage("gpu_hours", limit, used, 0)
 
@@ -260,9 +260,10 @@ class _Books:
         self.held.append(entry)
 
     def keep(self, entry: Entry, shortage: Shortage) -> None:
-        """Keep the replicas that are left of a team's quota for the waiting job `entry`, which needs more of them.
+        """Keep the replicas that are left of a team's quota for the waiting job `entry`, which needs more replicas.
 
-        `shortage` is the quota that the job would exceed. Nothing is kept for a job that the quota can never hold.
+        `shortage` is the quota that the job would exceed. Nothing is kept for other quotas, or if the job needs more
+        replicas than the whole quota.
         """
         if shortage.quota == "max_replicas" and entry.demand.replicas <= shortage.limit:
             self._kept.add(entry.team)
@@ -315,9 +316,9 @@ def _order(
 def _fair(group: Iterable[Entry], teams: Mapping[str | None, TeamState], used: dict[str | None, float]) -> list[Entry]:
     """Order waiting jobs of equal priority so that each team gets GPU-hours in proportion to its weight.
 
-    The next job is always the oldest job of the team with the fewest used GPU-hours for its weight. `group` has the
-    jobs, `teams` has the weights, and `used` has the GPU-hours of each team. As soon as a job is ordered, the minimum
-    of GPU-hours that a running job counts for is added to its team's hours in `used`.
+    The next job is always the oldest job of the team with the fewest used GPU-hours divided by the team's weight.
+    `group` has the jobs, `teams` has the weights, and `used` has the GPU-hours that each team has used. Each job that
+    is ordered adds to `used` the GPU-hours that even a very short run of it is charged, so that the teams take turns.
     """
     lines: dict[str | None, list[Entry]] = defaultdict(list)
     for entry in sorted(group, key=lambda entry: (entry.created_at, entry.id), reverse=True):

@@ -178,10 +178,10 @@ def decide(
     A driver is the process that works on the job; it runs as a Ray Job. While the Ray Job is pending or running, the
     server waits, or stops the Ray Job if the driver makes no progress. After a driver has ended, the server submits
     another driver, after a pause that grows with the number of drivers in a row that stored no result. After too many
-    drivers in a row without a result, the server ends the job as FAILED, unless the last driver ended only because
-    something that it needs, such as a model or an engine, was not available. A driver that the cluster did not receive
-    is submitted again. A job that was asked to pause gets no driver. A job whose driver was asked to end for another
-    job, or for a quota, is stored as STOPPED when the driver has ended; it is then a job that waits.
+    drivers in a row without a result, the server ends the job as FAILED. Drivers that ended because something that they
+    need, such as a model or an engine, was not available do not count. A driver that the cluster did not receive is
+    submitted again. A job that was asked to pause gets no driver. A job whose driver was asked to end for another job,
+    or for a quota, is stored as STOPPED when the driver has ended; it is then a job that waits.
 
     Args:
         job: The stored job.
@@ -325,9 +325,9 @@ class RayCluster:
 
     @property
     def calls(self) -> NodeCalls | None:
-        """Caller of functions, such as checks of submitted jobs, on nodes of the Ray cluster.
+        """Object that calls functions, such as checks of submitted jobs, on nodes of the Ray cluster.
 
-        The property is None if the server runs Ray itself, on its own machine.
+        None if the server runs Ray itself, on its own machine.
         """
         if self._host is not None:
             return None
@@ -631,10 +631,9 @@ class RayCluster:
     def _make_room(self, job: JobRecord, yielding: Yielding, jobs: Mapping[str, JobRecord]) -> None:
         """Store that a running job must end for now; its driver is asked to end in the reconciler's next round.
 
-        A driver is the process that works on a job. A place is the right to run, which served studies do not need.
-        `yielding` has the reason: another job that must run first, or a quota that is used up. `jobs` contains all
-        jobs, keyed by id. Every reader of the job sees the stored reason. Therefore the reason does not name the other
-        job; only the audit log names it.
+        A driver is the process that works on a job. `yielding` has the reason: another job that must run first, or a
+        quota that is used up. `jobs` contains all jobs, keyed by id. Every reader of the job sees the stored reason.
+        Therefore the reason does not name the other job; only the audit log names it.
         """
         if yielding.to is None:
             because = "quota gpu_hours: its team has used up its GPU-hours of this month"

@@ -40,9 +40,9 @@ logger = logging.getLogger(__name__)
 class RaySession:
     """Connection of this process to a Ray cluster.
 
-    `is_own` says whether the current process started Ray. `dashboard_url` is None if Ray has no dashboard that
-    the user of this process may open. `dashboard_host` is the address of this machine at which Ray's dashboard listens,
-    and which servers of the cluster can therefore reach; None if there is no dashboard.
+    `is_own` says whether the current process started Ray. `dashboard_url` is the URL of Ray's dashboard; None if there
+    is none that the user of this process may open. `dashboard_host` is the address of the machine on which the
+    dashboard listens; None if there is no dashboard.
     """
 
     is_own: bool
@@ -74,10 +74,7 @@ def ray_session() -> Iterator[RaySession]:
 
 
 def prepare_environment() -> None:
-    """Set this program's values of the environment variables that Ray reads at its import or start.
-
-    Variables that are set already are not changed.
-    """
+    """Set environment variables that Ray reads when it is imported or started, unless they are set already."""
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))

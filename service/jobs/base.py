@@ -74,7 +74,7 @@ class Accepted:
 
     `document` is the submitted document in canonical form. `facts` are the findings of the checks as JSON.
     `artifact_bytes` estimates the total size of the artifacts that the job will store. `export_parameters` is the
-    number of weights of an exported model.
+    number of parameters that an exported merge of a study has; 0 for other jobs.
     """
 
     name: str
@@ -87,7 +87,7 @@ class Accepted:
         """Findings of the checks in the form that is stored with the job, as JSON.
 
         The document contains the entries of `facts` and, if they are above 0, the expected size of the job's artifacts
-        (`artifact_bytes`) and the number of parameters of an exported model (`export_parameters`).
+        (`artifact_bytes`) and the number of parameters of an exported merge (`export_parameters`).
         """
         sizes = {"artifact_bytes": self.artifact_bytes, "export_parameters": self.export_parameters}
         return {**self.facts, **{name: size for name, size in sizes.items() if size}}
@@ -200,8 +200,7 @@ class JobKind:
     - `takes_place`: whether a running job counts towards the number of jobs that may run at the same time.
     - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. The
       field `study_of` is None if jobs of this kind have a team and sharing of their own.
-    - `is_used`: whether a job is kept because another job was made from it, although no document of the other job
-      names it.
+    - `is_used`: whether a job must be kept because another job was made from it without naming it in its document.
     - `resumable`: which jobs of this kind can be resumed, as words that follow `noun` in an error message, such as
       "that has FAILED".
     - `clean_up`: deletes files in the server's data directory that no job needs any more; called after a job was

@@ -18,7 +18,11 @@ class Completer(Protocol):
 
 
 class Place(StrEnum):
-    """Kind of replicas that complete the prompts of a served study: shared with searches, or for the study alone."""
+    """Replicas that complete the prompts of a served study.
+
+    - `SCORER`: the replicas that also score samples for searches
+    - `OWN`: a replica for the served study alone
+    """
 
     SCORER = "scorer"
     OWN = "own"
@@ -28,7 +32,7 @@ class Completers(Protocol):
     """The replicas that can complete prompts with the merges of one study."""
 
     def running(self) -> Sequence[Place]:
-        """List the kinds of replicas that run now: replicas of searches, and replicas of the served study alone."""
+        """Return which replicas run now: the ones that searches use too (SCORER), and the served study's own (OWN)."""
         ...
 
     def num_gpus(self) -> tuple[float, float]:
@@ -36,14 +40,13 @@ class Completers(Protocol):
         ...
 
     def open(self, place: Place) -> Completer:
-        """Wait until a replica of the given kind can complete prompts, and return the client that sends prompts to it.
+        """Wait until a replica can complete prompts, and return the client that sends prompts to it.
 
-        `place` is the kind of replica: a replica that scores samples for searches, or a replica for the served study
-        alone. If no replica of this kind runs, one is started. Raises EngineUnavailable if the replica does not become
-        ready.
+        `place` is SCORER for a replica that also scores samples for searches, or OWN for the served study's own
+        replica. If no such replica runs, one is started. Raises EngineUnavailable if the replica does not become ready.
         """
         ...
 
     def close(self, place: Place) -> None:
-        """Stop the replicas of the kind `place`: replicas of searches, or replicas of the served study alone."""
+        """Stop the replicas that searches use too (`place` SCORER), or the served study's own replica (OWN)."""
         ...

@@ -104,9 +104,8 @@ class Heartbeat:
     def discount(self) -> None:
         """Store a heartbeat whose working time leaves out the seconds since the driver last stored scored samples.
 
-        A driver is a process that works on the job. A driver that has only waited since then calls this method, so that
-        the wait does not count for the limits of the job's working time. If the driver has stored no scored samples,
-        the stored working time is the time that earlier drivers worked.
+        A driver (the process that works on the job) that has waited without scoring calls this method, so that the wait
+        does not count towards the limits of the job's working time.
         """
         self._send(self._worked_s + max(self._writer.scored_at - self._started_at, 0.0))
 

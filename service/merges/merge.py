@@ -465,7 +465,7 @@ def _resolved(
 
 
 def _bank(sources: ResolvedFamily, *, downloads: bool = True, note: Callable[[str], None] = logger.info) -> Bank:
-    """Open the weights of models whose headers were checked, and return them as a `Bank`, the operands of merges.
+    """Open the weights of models whose headers were checked, and return them as a `Bank`.
 
     `sources` are the checked models. If `downloads` is True, models that are not on this machine are downloaded first.
     `note` is called with messages about downloads and slow reads. Raises InvalidModel if weights cannot be used.

@@ -40,7 +40,7 @@ class _Document:
 
 
 def intermediate_dir(out: Path) -> Path:
-    """Directory of the named merges of a file whose final merge is written to `out`; it is next to `out`."""
+    """Directory for the named merges of a file; it is next to `out`, the directory of the final merge."""
     return out.with_name(f"{out.name}-intermediate")
 
 
@@ -195,9 +195,8 @@ def _in_order(file: Path, documents: Sequence[_Document]) -> list[_Document]:
 def _named_in(document: _Document, directories: Mapping[str, Path]) -> dict[str, Path]:
     """Select from `directories` the models that one merge of a file uses.
 
-    `document` is the part of the file that describes the merge. If the file describes only one merge, the description
-    was not parsed yet, so that the names are unknown. In this case all `directories` are returned; names that the merge
-    does not use are reported later.
+    `document` is the part of the file that describes the merge. If the file describes only one merge, its content is
+    not parsed yet, and all `directories` are returned.
     """
     if document.content is None:
         return dict(directories)

@@ -34,8 +34,8 @@ def send_mail(settings: MailSettings, *, to: str, message_id: str, body: str) ->
     """Try once to send the notification `body`, a JSON document, as a mail to the address `to`.
 
     The header Message-ID has `message_id`, which is the same at each try. The result says whether the mail server has
-    accepted the mail. If the mail server has not accepted the mail, the result contains the reason, and says whether
-    the mail server refuses the address for good, so that further tries are useless.
+    accepted the mail. If not, the result contains the reason, and says whether further tries are useless because the
+    mail server refuses the address for good.
     """
     if (problem := address_problem(to)) is not None:
         return Outcome(error=problem, is_final=True)

@@ -2,8 +2,8 @@
 
 A notice is a stored change of a job. The thread makes a delivery, one message to one receiver, for each receiver of a
 notice. Everything that must survive a kill is in the database: notices, deliveries, the number of tries, and the time
-of the next try. Each subscription has at most one try at a time, and all tries run at once, so that a slow receiver
-delays only its own deliveries.
+of the next try. Each receiver has at most one try at a time, and the tries of different receivers run at the same time,
+so that a slow receiver delays only its own deliveries.
 """
 
 from __future__ import annotations
@@ -190,8 +190,8 @@ class Notifier:
     def _look(self) -> None:
         """Store notices of the jobs that have waited too long, and make the deliveries of all notices.
 
-        A delivery is a message about a notice to one subscription: a webhook or an e-mail address. The waits are not
-        examined at every call. Deliveries that ended long ago are deleted from time to time.
+        A delivery is a message about a notice to one subscription: a webhook or an e-mail address. Not every call
+        examines how long jobs have waited. Deliveries that ended long ago are deleted from time to time.
         """
         now = time.monotonic()
         if now >= self._waits_at:
@@ -300,8 +300,8 @@ def _shown(subscription: SubscriptionRecord) -> tuple[Any, ...]:
 def may_receive(account: Account, subscription: SubscriptionRecord, job: JobRecord | None) -> bool:
     """Whether a message about `job` may be sent to a subscription (a webhook or mail address).
 
-    The subscription must cover the job, and `account`, its owner with the present rights, must have the right to
-    receive the message. For a test message, which is about no job, `job` is None.
+    The subscription must cover the job. `account` is the subscription's owner with the present rights, which must
+    permit the message. For a test message, which is about no job, `job` is None.
     """
     if subscription.covers is Coverage.ALL:
         has_right = account.is_admin

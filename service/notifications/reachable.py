@@ -64,7 +64,7 @@ def url_problem(url: str, *, allowed: Collection[str]) -> str | None:
 
 
 def address_refusal(address: str) -> str | None:
-    """Reason why requests to webhooks may not be sent to an IP address; None if requests may be sent.
+    """Reason why requests to webhooks may not be sent to the IP address `address`; None if they may be sent.
 
     Raises ValueError if the text is no IP address.
     """

@@ -3,11 +3,11 @@
 - `load`: reads everything about a run from the store
 - `chunk_times`: times of scored chunks: how long engines worked, swapped and waited
 - `record`: the record of a run, from which all results are computed
-- `documents`: trials, held-out rows and the Pareto front as documents
+- `documents`: trials, held-out results and the Pareto front as JSON documents
 - `columns`: trials as columns, CSV and Parquet files, and studies of Optuna
 - `importance`: the importances of parameters, and their sums by part of the model
 - `side_by_side`: samples of two trials, and their paired difference
-- `pictures`: held-out samples with pictures on which the chosen merge and a rival differ
+- `pictures`: held-out samples with pictures that only the chosen merge or only a baseline has right
 - `stops`: stopped trials and their rivals, with paired differences at each rung
 - `timeline`: when each replica merged, swapped, scored or was idle
 - `trial_table`: trials that satisfy conditions, sorted by a field
@@ -15,10 +15,10 @@
 - `files`: writes the result files
 - `selection`: the best trial, the Pareto front and the finalists
 - `feasibility`: violations of a study's constraints
-- `holdout`: the held-out stage: rows, selection bias, hypervolume
+- `holdout`: results on holdout data: estimates of trials, selection bias, hypervolume
 - `robustness`: the performance drop under attacks on prompts
 - `judgments`: win rates from the judgments of a benchmark's judge
-- `benchmarks`: the tables of the benchmark stage: values, averages of groups, comparisons
+- `benchmarks`: results on benchmarks: values, averages of groups, comparisons
 - `comparison`: rows of the held-out table
 - `finding`: tests of whether a merge is better than the best source model and the best published recipe
 - `preference`: the trial of the Pareto front that weights of the objectives pick

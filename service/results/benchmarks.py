@@ -1,8 +1,8 @@
 """Results on benchmarks: values of trials, averages of groups, and comparisons with the best baselines.
 
-As in the held-out stage (module `finding`), merges are compared with the best source model and the best published
-recipe, on each benchmark and each average. Baselines are not compared. There are several merges and several values, so
-all intervals against one rival hold jointly (Bonferroni). Results on benchmarks select no trial.
+Every merge of the search or the user is compared with the best source model and with the best published recipe, on each
+benchmark and each average. The intervals of all comparisons with one kind of baseline hold jointly (Bonferroni).
+Results on benchmarks select no trial.
 """
 
 from __future__ import annotations
@@ -125,9 +125,9 @@ class BenchmarkTest:
         origin: Kind of the rival: source model or published recipe.
         rival: Trial number of the rival, the best baseline on the data of this comparison.
         label: Name of the rival.
-        differences: Value of each merge minus the value of the rival, keyed by trial number. Larger is better. All
-            intervals of one kind of rival, over all benchmarks and averages, together contain the true differences with
-            a probability of 95 %.
+        differences: By how much each merge is better than the rival, negative if it is worse, keyed by trial number.
+            All intervals of one kind of rival, over all benchmarks and averages, together contain the true differences
+            with a probability of 95 %.
     """
 
     name: str

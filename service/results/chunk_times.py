@@ -24,7 +24,7 @@ PAUSE_S = 30.0
 
 
 class ChunkTimes:
-    """Times and sizes of all chunks (the samples of one request to an engine) that a study has stored, in order."""
+    """Times and sizes of all chunks that a study has stored; a chunk is the samples of one request to an engine."""
 
     def __init__(self) -> None:
         self._replicas: set[str] = set()
@@ -41,8 +41,8 @@ class ChunkTimes:
     def add(self, chunks: Iterable[EvidenceRecord]) -> None:
         """Count the times and sizes of further chunks (the samples of one request to an engine) in the totals.
 
-        `chunks` has one database row for each chunk, in the order of the rows' ids. All chunks must be new, because a
-        chunk that is added twice counts twice.
+        `chunks` has one database row for each chunk, in the order in which they were stored. All chunks must be new,
+        because a chunk that is added twice counts twice.
         """
         for row in chunks:
             self._replicas.add(row.replica)
@@ -61,9 +61,8 @@ class ChunkTimes:
     def engine_figures(self, *, num_replicas: int, canaries: Canaries) -> EngineFigures:
         """Return counts and times of the study's engines.
 
-        `num_replicas` is the number of engines that work at the same time. `canaries` has, for each engine, the result
-        of its last canary, a comparison of its log-probabilities on fixed prompts with the log-probabilities of
-        transformers.
+        `num_replicas` is the number of engines that work at the same time. `canaries` has the results of the engines'
+        canaries, which compare log-probabilities on fixed prompts with those of transformers.
         """
         span = self._span_s()
         return EngineFigures(

@@ -314,8 +314,8 @@ def _optuna_trial(
 def _for_optuna(values: Sequence[Any]) -> list[Any]:
     """Convert the values of a parameter to types that Optuna stores without a change.
 
-    Numbers that a float does not hold, and lists, become text. If a parameter then has values of several types, all of
-    them become text.
+    Lists, NaN, infinities, and integers too large for a float become text. If a parameter then has values of several
+    types, all of them become text.
     """
     return _one_type([_finite(value) for value in values])
 
@@ -328,7 +328,7 @@ def _finite(value: Any) -> Any:
 
 
 def _range(values: Sequence[Any]) -> Any:
-    """Return the Optuna distribution that contains the values of a parameter."""
+    """Choose Optuna's distribution for a parameter (integer, float or categorical) so that it contains all `values`."""
     from optuna.distributions import CategoricalDistribution, FloatDistribution, IntDistribution
 
     given = [value for value in values if value is not None]

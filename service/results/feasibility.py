@@ -62,9 +62,9 @@ def reference_of(constraint: Constraint, objective: Objective, trials: Sequence[
 def excesses(
     values: Values, objectives: Sequence[Objective], reference: Callable[[Constraint, Objective], Values | None]
 ) -> dict[Constraint, float]:
-    """Compute by how much `values` exceed the bound of each constraint, in the metric's unit.
+    """Compute the excess of each constraint: how far the value is beyond its bound, in the metric's unit.
 
-    A constraint holds if its excess is at most 0.
+    A constraint holds if its excess is at most 0. The bound may be a lower or an upper limit.
 
     Args:
         values: Values, keyed by objective.
@@ -88,14 +88,14 @@ def violations(
     *,
     values_of: Callable[[TrialResult], Values] = lambda trial: trial.values,
 ) -> dict[str, float]:
-    """List the violated constraints: the excess over the bound, in the metric's unit, keyed by the constraint's text.
+    """List the violated constraints, each with its excess: how far the value is beyond the bound, in the metric's unit.
 
-    A bound may be relative to the value of a source model.
+    The result is keyed by the constraint's text. A bound may be relative to the value of a source model.
 
     Args:
         values: Values, keyed by objective.
         objectives: Objectives with their constraints.
-        trials: Trials of the study, or at least its source models.
+        trials: Trials of the study, or at least the trials of its source models.
         values_of: Returns the values of a source model that bounds are relative to. The returned values must be on the
             same samples as `values`; by default they are the values on all samples of the search.
     """
@@ -137,8 +137,8 @@ def constraint_documents(objectives: Sequence[Objective], trials: Sequence[Trial
 def total_violation(excess: Mapping[Constraint, float], objectives: Sequence[Objective]) -> float:
     """Sum of the violations of all constraints, each divided by the width of its objective's range.
 
-    `excess` has, for each constraint, by how much the value exceeds the bound; a negative number means that the
-    constraint holds. The sum is 0 if all constraints hold.
+    `excess` has, for each constraint, how far the value is beyond the bound; at most 0 if the constraint holds. The sum
+    is 0 if all constraints hold.
     """
     widths = {objective.name: objective.bounds[1] - objective.bounds[0] for objective in objectives}
     return sum(max(0.0, value) / widths[constraint.objective] for constraint, value in excess.items())

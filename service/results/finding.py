@@ -34,16 +34,16 @@ RIVALS = {Origin.SOURCE: "single model", Origin.PUBLISHED: "published recipe"}
 class RivalTest:
     """Comparison of the search's finalists (best trials) with the best baseline of one kind, on holdout data.
 
-    The rival is the best of these baselines on the holdout data. The rival is chosen on the data of the comparison, so
-    part of its advantage over the other baselines may be chance. The comparison is therefore conservative for the
-    finalists.
+    The rival is the baseline of this kind with the best value on the holdout data. Part of its lead over the other
+    baselines may be chance, so the comparison tends to underestimate the finalists.
 
     Attributes:
         origin: Kind of baseline: source model or published recipe.
         rival: Trial number of the rival.
         label: Name of the rival.
-        differences: Value of each finalist minus the value of the rival, keyed by trial number, the best on search data
-            first. Larger is better. All intervals together contain the true differences with a probability of 95 %.
+        differences: By how much each finalist is better than the rival, negative if it is worse, keyed by trial number,
+            the best on search data first. The intervals together contain the true differences with a probability of 95
+            %.
     """
 
     origin: Origin
@@ -172,7 +172,7 @@ def _factor(objective: Objective, *, is_share: bool) -> float:
     """Compute the factor by which values of an objective are multiplied so that larger values are better.
 
     The factor is 1 if the objective is maximised, and -1 if it is minimised. If `is_share` is True, the factor is also
-    divided by the width of the objective's range. Products of objectives with different ranges can then be averaged.
+    divided by the width of the objective's range, so that objectives with different ranges can be averaged.
     """
     low, high = objective.bounds
     return (1 if objective.direction == "maximize" else -1) / (high - low if is_share else 1)

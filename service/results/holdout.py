@@ -204,8 +204,8 @@ def _complete(
 ) -> dict[int, Samples]:
     """Collect the sample values of the trials that are scored on all samples, as trial number -> objective -> values.
 
-    `samples` contains the values, keyed by recipe digest and objective, `names` are the objectives. A trial is left out
-    if it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
+    `samples` contains the values, keyed by recipe digest and objective, and `names` are the objectives. A trial is left
+    out if it has fewer samples of an objective than another trial: it is not scored yet, or has failed.
     """
     found = {}
     for trial in trials:
@@ -309,8 +309,8 @@ def _with_mean(
 def _between(by_split: Mapping[Split, Mapping[str, Estimate]]) -> dict[str, Estimate]:
     """Estimate, for each objective, the value on search data minus the value on holdout data.
 
-    `by_split` contains the estimates on both kinds of data, keyed by objective. The two estimates of an objective are
-    independent, because they are of different samples.
+    `by_split` contains the estimates on search data and on holdout data, keyed by objective. The two estimates of an
+    objective are independent, because they are of different samples.
     """
     search, holdout = by_split[Split.SEARCH], by_split[Split.HOLDOUT]
     return {name: independent_difference(search[name], holdout[name]) for name in search}

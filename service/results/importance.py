@@ -66,7 +66,7 @@ class ImportanceSum:
 
 @dataclass(frozen=True)
 class LayersImportance:
-    """Sum of the importances of the parameters that change a range of layers, from `start` (inclusive) to `stop`."""
+    """Sum of the importances of the parameters that change the layers [start, stop), counted from 0."""
 
     name: str
     start: int
@@ -79,8 +79,9 @@ class LayersImportance:
 class ImportancePlot:
     """Importance of each parameter for reaching the best tenth of the values of one objective.
 
-    `parameters` is sorted, the most important first. If `parameters` is null, `reason` says why. The sums leave out
-    parameters that do not belong to one single part.
+    `parameters` is sorted, the most important first. If `parameters` is null, `reason` says why. `layers`, `parts` and
+    `experts` have the sums of the importances for each group of layers, each part of a layer and each expert;
+    parameters that belong to several are left out.
     """
 
     plot: Literal["importance"]
@@ -104,8 +105,8 @@ def importance_columns(
 ) -> Columns:
     """Input columns of `importances`: the values of the objective, and the values of each parameter.
 
-    `trials` are at full budget, and have configurations. If the trials have more than MAX_NUMBERS values of parameters,
-    only some trials are taken, at equal distances.
+    `trials` are at full budget, and have configurations. If the trials have more than MAX_NUMBERS values of parameters
+    in all, only every second trial is used, or every third, and so on.
     """
     names = dict.fromkeys(name for trial in trials for name in configurations[trial.number])
     wanted = max(MIN_TRIALS, MAX_NUMBERS // max(1, len(names)))
@@ -141,7 +142,7 @@ def importances(columns: Columns, objective: str, direction: str) -> dict[str, f
 def importance_plot(
     study: JobRecord, objective: Objective, found: Mapping[str, float], *, num_trials: int, num_used: int
 ) -> ImportancePlot:
-    """Describe importances by parameter, with their sums by layers, by part of a layer and by expert.
+    """Describe the importance of each parameter, and the sums by group of layers, by part of a layer and by expert.
 
     `found` maps each parameter to its importance, which was computed from `num_used` of `num_trials` trials.
     """

@@ -170,7 +170,7 @@ class RunReader:
         """Read new events from `store`, and the trials that may have changed since the last call.
 
         A trial may have changed if a new event names it, or if it is not finished. All trials are read at the first
-        call, and if an event says that any of them may have changed.
+        call, and after an event that may have changed all trials.
         """
         study_id, changed = self._study_id, None
         if not self._trials:
@@ -232,11 +232,10 @@ class RunReader:
     ) -> tuple[TrialResult, ...]:
         """Add recipe and configuration, read from `store`, to the trials whose recipes are shown in results.
 
-        Results show the recipes of the best trial and of the trials with results on holdout data; `stage` names these
-        trials. If `has_directions` is True, the search space gives each expert one share for the whole model. A chart
-        then shows the shares of all trials that were scored on all samples. Therefore these trials get their recipes
-        too; each recipe is read only once. All other trials are returned unchanged. If this reader reads the recipes of
-        all trials anyway (`is_whole` is True), nothing is added.
+        These are the best trial and the trials with results on holdout data, which `stage` names. If `has_directions`
+        is True, as in the space m3, a chart shows all trials that were scored on all samples, so these get their
+        recipes too. Each recipe is read only once. All other trials are returned unchanged. If `is_whole` is True,
+        nothing is added, because the trials have their recipes already.
         """
         if self._is_whole:
             return trials
@@ -309,7 +308,7 @@ class _Inputs:
     - `finalists`: the best trials of the Pareto front
     - `best`: the best trial on search data; None before there is one
     - `failures`: the reasons why trials could not be scored on holdout data, keyed by trial number
-    - `search`, `holdout`: the values of samples on both kinds of data
+    - `search`, `holdout`: the values of the samples on search data and on holdout data
     """
 
     compared: tuple[TrialResult, ...]
@@ -339,7 +338,10 @@ class _HeldOut:
 
 @dataclass(frozen=True)
 class _Contrasts:
-    """Held-out samples with pictures (`contrasts`), read with the held-out results `stage` and the prompts `stored`."""
+    """Held-out samples with pictures (`contrasts`), and the data on which they depend.
+
+    These data are the held-out results `stage` and the names of the objectives with stored prompts, `stored`.
+    """
 
     stage: _HeldOut
     stored: frozenset[tuple[Split, str]]

@@ -1,4 +1,4 @@
-"""The cost of a search by phase, in seconds."""
+"""Seconds that each phase of a search took."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
-"""Held-out samples with pictures on which either the chosen merge or a rival is right, but not both trials.
+"""Held-out samples with pictures that only one of two merges has right: the chosen merge or a rival.
 
 The chosen merge is the one with which held-out results are compared; its rivals are the best single model and the best
-published recipe. Samples with the first positions in the order of scoring are shown, so that only the two results
-select the pictures.
+published recipe. The first such samples in the order of scoring are shown.
 """
 
 from __future__ import annotations
@@ -55,7 +54,7 @@ class Prediction:
 
 @dataclass(frozen=True)
 class PicturedSample:
-    """A held-out sample that one of two trials has right, with its picture.
+    """A held-out sample, with its picture, that only one of two merges has right: the chosen merge or its rival.
 
     Attributes:
         position: Index of the sample in the order of scoring.
@@ -78,7 +77,9 @@ class PicturedSample:
 
 @dataclass(frozen=True)
 class Contrast:
-    """Held-out samples of one objective on which the chosen merge and a rival differ.
+    """Held-out samples of one objective that only one of two merges has right: the chosen merge or a rival.
+
+    A rival is the best single model or the best published recipe.
 
     Attributes:
         objective: Name of the objective.
@@ -107,7 +108,7 @@ def has_pictures(spec: ScoredTask) -> bool:
 
 
 def has_right_answers(metric: str, *, are_images: bool) -> bool:
-    """Whether a sample with the best value of a metric was answered correctly.
+    """Whether the best value of a metric means that the answer to a sample is right.
 
     The result is False only for the entropy of predictions, which is computed without labels. `are_images` says whether
     the samples are images; only images have the entropy as metric.
@@ -186,7 +187,7 @@ def contrasts(
 
 
 class _Reader:
-    """Reader of samples with pictures; all pictures together have at most MAX_BYTES bytes."""
+    """Reader of held-out samples with pictures; all pictures that it reads have together at most MAX_BYTES bytes."""
 
     def __init__(self, store: Store, study_id: str) -> None:
         self._store = store
@@ -194,7 +195,10 @@ class _Reader:
         self._left = MAX_BYTES
 
     def read(self, objective: str, positions: Sequence[int], chosen: str, rival: str) -> tuple[PicturedSample, ...]:
-        """Read the samples at `positions`; `chosen` and `rival` are the digests of the two recipes."""
+        """Read the samples of `objective` at `positions`, with their pictures and the predictions of two merges.
+
+        `chosen` and `rival` are the digests of the two merges' recipes.
+        """
         texts = self._store.prompts(self._study_id, Split.HOLDOUT, objective, positions)
         samples = [self._samples(digest, objective, positions) for digest in (chosen, rival)]
         found = []

@@ -52,11 +52,7 @@ class EngineFigures:
 
 @dataclass(frozen=True)
 class StoredBytes:
-    """Bytes that a study's samples take in the database.
-
-    `values` is the size of the metric values with their flags, and `texts` is the size of the model responses with
-    their tokens.
-    """
+    """Bytes that a study's samples take in the database: for metric values (`values`), and for responses (`texts`)."""
 
     values: int = 0
     texts: int = 0
@@ -64,7 +60,7 @@ class StoredBytes:
 
 @dataclass(frozen=True)
 class SearchFigures:
-    """The searcher of a study, and how many gradients and policy updates the search took.
+    """The searcher of a study, and the losses and gradients that were computed for it.
 
     Attributes:
         algorithm: Name of the searcher; None in studies of early versions.
@@ -72,9 +68,9 @@ class SearchFigures:
         notes: Notes that the searcher stored during the study.
         start: Trained policies of another study with which the searcher's own policies were initialised.
         warm_start: Results of an earlier study that the searcher knew from its first proposal on.
-        steps: Number of steps (gradients and policy updates) that were computed for the searcher's proposals.
-        charges: Samples that steps have used of the study's limit, keyed by the number of the trial for whose proposal
-            the steps were computed.
+        steps: Number of computations of losses or a gradient.
+        charges: Number of samples that these computations count as in the study's limit of samples, keyed by the number
+            of the trial for whose proposal they were made.
     """
 
     algorithm: str | None = None
@@ -87,10 +83,9 @@ class SearchFigures:
 
     @property
     def step_samples(self) -> int:
-        """Number of samples that the searcher's computations, such as gradients, take from the study's limit.
+        """Number of samples that losses and gradients for the searcher count as in the study's limit of samples.
 
-        Such a computation (of losses or a gradient) scores no samples. The number of samples that it takes from the
-        limit is stored.
+        They score no samples themselves.
         """
         return sum(self.charges.values())
 
@@ -113,8 +108,8 @@ class RunRecord:
         verification_reason: Reason why no trial was verified.
         gradients: Computations of losses and their gradients for the searcher.
         updates: Updates of the policies with which the searcher `hm3` builds layer paths; empty for other searchers.
-        alignment_s: Seconds that were needed to learn the alignments (maps between layers) of merges whose layers come
-            from several models in any order; 0 if no alignments were learned.
+        alignment_s: Seconds that were needed to learn the alignments (maps between layers of different models); 0 if no
+            alignments were learned.
         steering: Requests to pause, resume, stop or cancel the study, each with its time in seconds since the epoch.
         max_samples: Limit of samples of the search; None if the search has no limit.
         samples_per_second: Samples that the search scored per second; None if nothing was scored.

@@ -54,9 +54,8 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
     """Estimate the mean of a metric, with its standard error and 95 % interval.
 
     The interval is Wilson's if every value lies on a bound (as with exact match), else Student's t, which is cut to the
-    bounds. The standard error is the sample standard deviation over sqrt(n). The standard error is 0 if all values are
-    equal; in this case only the interval is meaningful. A single sample has no spread; its standard error is half of
-    the distance between the bounds.
+    bounds. The standard error is the sample standard deviation over sqrt(n). If several values are all equal, it is 0,
+    and only the interval is meaningful. For a single sample, it is half of the width of `bounds`.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.
@@ -94,9 +93,12 @@ def estimate(values: ArrayLike, *, bounds: Bounds | None = None) -> Estimate:
 def interval_of_mean(mean: float, standard_error: float, n: int, *, bounds: Bounds) -> Bounds:
     """Compute the 95 % interval of a mean of which only the standard error is known, and not the samples.
 
-    The interval is Student's t, cut to `bounds`, the range that the metric cannot leave. If all samples are equal to a
-    bound, the interval is Wilson's, as in the function `estimate`. `n` is the number of samples, at least 1. A single
-    sample has the whole range. A mean outside `bounds` has an interval that is not cut.
+    `n` is the number of samples, at least 1. The interval is Student's t, cut to `bounds`, the range that the metric
+    cannot leave, with three exceptions:
+
+    - If the mean is equal to a bound, all samples must be equal to it, and the interval is Wilson's.
+    - If a single sample lies between the bounds, the interval is the whole range.
+    - If the mean is outside `bounds`, the interval is not cut.
     """
     low, high = bounds
     if not low <= mean <= high:
@@ -116,8 +118,8 @@ def paired_difference(
     """Estimate the mean of `values - reference`, sample by sample, with its standard error and interval.
 
     The interval is Bonett and Price's if all values and all reference values lie on the bounds. Two merges that agree
-    on every sample then differ by 0, with an interval that narrows as samples grow. Otherwise the interval is Student's
-    t of the differences, cut to plus and minus the distance of the bounds.
+    on every sample then differ by 0, with an interval that narrows as the number of samples grows. Otherwise the
+    interval is Student's t of the differences, cut to plus and minus the distance of the bounds.
 
     Args:
         values: One value per sample [num_samples], in the metric's unit.
@@ -250,8 +252,8 @@ def bootstrap(
         seed: The same seed gives the same interval.
 
     Returns:
-        The statistic of the original means. Its standard error is the standard deviation over the resamples, and its
-        field `samples` is the sum over the objectives.
+        The statistic of the original means. Its standard error is the standard deviation over the resamples. Its field
+        `samples` is the sum of the objectives' numbers of samples.
     """
     arrays = {name: np.asarray(values, dtype=np.float64) for name, values in samples.items()}
     data: dict[tuple[str, int], list[str]] = {}

@@ -39,7 +39,7 @@ class StopLook:
 
 @dataclass(frozen=True)
 class StoppedTrial:
-    """Trial with the rival against which it was stopped, and their comparisons at the rungs that it has finished."""
+    """Trial with the rival against which it was stopped, and their comparisons at the rungs that the trial finished."""
 
     trial: Number
     rival: Annotated[int | None, Field(description="Null if no scheduler stopped the trial, or an early version did.")]
@@ -50,10 +50,10 @@ class StoppedTrial:
 
 @dataclass(frozen=True)
 class StopsPlot:
-    """Trials that were stopped, with the comparisons that say by how much their rivals were ahead.
+    """Trials that were stopped early, each with its comparisons with the rival that was ahead of it.
 
-    `total` is the number of trials that match the query, and `trials` contains these trials or, if there are very many,
-    only the first ones.
+    `total` is the number of trials that the request selects. `trials` contains these trials or, if there are very many,
+    only the first of them.
     """
 
     plot: Literal["stops"]

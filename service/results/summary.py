@@ -241,9 +241,8 @@ def verification_document(reports: Sequence[VerificationReport], reason: str | N
 
     Verification scores samples of chosen trials again with transformers, and compares completions, metric values and
     log-probabilities with the stored values. `reports` has the comparison of each chosen trial. A trial counts as not
-    verified if no sample of it was compared. The document's key "reason" has the argument `reason`, which says why no
-    trial was verified. If trials were verified, but some samples were left out, the key instead has the reason for the
-    first trial of which samples were left out.
+    verified if no sample of it was compared. The key "reason" of the result says why samples were left out: it is the
+    first reason in `reports`, or else the argument `reason`, which says why no trial was verified.
     """
     compared = [report for report in reports if report.num_samples]
     beyond = sum(report.num_beyond for report in compared)

@@ -52,9 +52,9 @@ class TimelineChunk:
 
 @dataclass(frozen=True)
 class ReplicaShares:
-    """Shares of a replica's time, for each bin of a timeline: in three phases of work, and without work (`idle`).
+    """Shares of a replica's time: computing merges, swapping weights, scoring samples, and being idle.
 
-    Each list has a number from 0 to 1 for each bin. The numbers of the four lists sum to 1 in each bin.
+    Each list has a number from 0 to 1 for each bin of a timeline. The numbers of the four lists sum to 1 in each bin.
     """
 
     merge: list[float]
@@ -112,8 +112,8 @@ def timeline(
         start: Beginning of the timeline in seconds since the epoch; None is the beginning of the first chunk.
         end: End of the timeline; None is the end of the last chunk.
         num_bins: Number of bins into which the time is divided.
-        events: Events of the kinds in EVENTS. Events before the end are listed; events before `start` explain the state
-            at the beginning.
+        events: Events that explain why engines did not work, of the kinds in EVENTS. All events before `end` are
+            listed, also those before `start`.
     """
     told = [_event(event) for event in events if end is None or event.time < end]
     spans = [(chunk, _times(chunk)) for chunk in chunks]
@@ -184,10 +184,7 @@ def _shares(times: Seconds, edges: Seconds) -> ReplicaShares:
 
 
 def _before(moments: Seconds, edges: Seconds) -> Seconds:
-    """For each of the times `edges`, sum the seconds that have passed since each of the earlier times `moments`.
-
-    The result for an edge is the sum of `edge - moment` over all `moments` before the edge.
-    """
+    """For each of the times `edges`, compute the sum of `edge - moment`, in seconds, over all `moments` before it."""
     ordered = np.sort(moments)
     sums = np.concatenate([[0.0], np.cumsum(ordered - edges[0])])
     count = np.searchsorted(ordered, edges)

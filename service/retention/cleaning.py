@@ -40,9 +40,10 @@ class Removal:
     """Data of one kind that are to be removed, or were removed, from a job.
 
     - `kind`: the kind of data, such as "responses"
-    - `job`, `name`: the id and the name of the job; empty for files of trained models that no job uses any more
-    - `count`: the number of samples if responses are removed, the number of files if files are removed, 1 for a job,
-      and None for files of trained models that no job uses any more
+    - `job`, `name`: the id and the name of the job; empty for unused files, which are files of trained models that no
+      job uses any more
+    - `count`: the number of samples whose responses are removed, or of removed files of a job; 1 for a whole job, None
+      for unused files
     - `num_bytes`: the size of the data
     - `because`: the reason, as text for messages
     """
@@ -177,8 +178,7 @@ class Cleaner:
     def _has_void(self, job_id: str) -> bool:
         """Whether a job has void samples, which must be scored again because their engine later failed a check.
 
-        A job with void samples may be resumed, and then needs its responses. If no engine has ever failed a check, the
-        samples are not searched.
+        A job with void samples may be resumed, and then needs its responses.
         """
         return self._store.num_engine_faults() > 0 and self._store.has_void(job_id)
 
@@ -196,8 +196,8 @@ class Cleaner:
         """Ids of the jobs among `jobs` that must be kept because other jobs use their results.
 
         A job uses another job if its stored document, or the findings of its checks, name the other job's id or the
-        digest of an artifact (trained model) of the other job. The kind of a job knows of further uses: a fine-tuning
-        is also used if a study was created to merge the models that it has trained.
+        digest of an artifact (trained model) of the other job. A fine-tuning is also kept while a study that merges its
+        models exists.
         """
         owners = {job.id: job.id for job in jobs}
         for job in jobs:
@@ -211,10 +211,11 @@ class Cleaner:
 
 
 def _exceeding(kind: str, kept: Sequence[_Kept], limit: Limit) -> Iterator[Removal]:
-    """Yield the data of one kind to remove so that the rest does not exceed `limit`, oldest jobs first.
+    """Choose the data of one kind to remove so that `limit` is not exceeded any more, the oldest job's data first.
 
-    `kind` is the kind of data, such as "responses". `kept` has these data of each job. Protected data, which another
-    job needs, are not removed, but count towards the total size.
+    `kind` is the kind of data, such as "responses". `kept` describes the stored data of this kind, with an entry for
+    each job. Data that are protected, because another job needs them, are not removed, but count towards the total
+    size.
     """
     total = sum(each.num_bytes for each in kept)
     for each in sorted(kept, key=lambda each: -each.age_s):

@@ -432,7 +432,7 @@ class TriedDocument(TypedDict):
 class MergeLossDocument(TypedDict):
     """Losses and metrics of merges by one method, at the best coefficient that was tried.
 
-    If there are `values`, the coefficient was chosen on some samples, and these values were measured on other samples.
+    If there are `values`, they were measured on other samples than those on which the coefficient was chosen.
     """
 
     method: str
@@ -501,7 +501,7 @@ class AnalysisDocument(TypedDict):
 
 
 class ProvenanceDocument(TypedDict):
-    """Origin of a trial's stored samples: the engines that scored them, the weights in the engines, the verification.
+    """Provenance of a trial's samples: the engines that scored them, the weights in the engines, the verification.
 
     The samples belong to the trial's recipe; they may have been scored for another trial with the same recipe.
     """
@@ -517,7 +517,7 @@ class ProvenanceDocument(TypedDict):
 
 
 class ShownTrialDocument(TrialDocument):
-    """Trial with the origin of its samples."""
+    """Trial with the provenance of its samples: the engines that scored them, and their verification."""
 
     provenance: ProvenanceDocument
 
@@ -589,7 +589,7 @@ class SampleCountsDocument(TypedDict):
 
 
 class TrialSamplesDocument(TypedDict):
-    """Part of the samples of one trial, or of two trials side by side."""
+    """One page of the samples of one trial, or of two trials side by side."""
 
     trial: int
     against: int | None
@@ -773,7 +773,7 @@ class SourceModelsDocument(TypedDict):
 
 
 class BegunStudyDocument(TypedDict):
-    """Beginning of a study file."""
+    """Beginning of a study file, made from a mergekit configuration."""
 
     study: Annotated[dict[str, Any], Field(description="Content of the study file, whose objectives are empty.")]
     warnings: Annotated[list[str], Field(description="Settings of the configuration that have no effect.")]
@@ -1013,7 +1013,7 @@ class AuditEntryDocument(TypedDict):
 
 
 class AuditDocument(TypedDict):
-    """Part of the audit log."""
+    """Entries of the audit log that a request selects."""
 
     entries: list[AuditEntryDocument]
 
@@ -1107,8 +1107,8 @@ def list_document(collection: str, document: type) -> type:
     """Make the TypedDict of the response that lists jobs of one kind.
 
     The response contains a list of jobs under the key `collection`, such as "studies". The key "total" has the number
-    of all jobs that satisfy the conditions, and "next" has the link to the next page. `document` is the TypedDict of a
-    job.
+    of all jobs that satisfy the request's conditions, and "next" has the link to the next page. `document` is the
+    TypedDict of a job.
     """
     fields = {
         collection: list[document],  # type: ignore[valid-type]

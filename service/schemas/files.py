@@ -592,7 +592,7 @@ class VolumeDocument(EstimateDocument):
 
 
 class ConstraintDocument(TypedDict):
-    """Constraint (bound on an objective's value) of a study as written in the study file, with its bound.
+    """Constraint on an objective's value, as written in the study file, and how many trials satisfy it.
 
     `trials` is the number of trials that were scored on all samples, and `kept_by` is the number of these trials that
     satisfy the constraint.

@@ -51,6 +51,7 @@ class PlanDocument(TypedDict):
     algorithm: str
     fits: bool
     lacks: Annotated[list[str], Field(description="What does not fit, and what would change that.")]
+    advice: Annotated[list[str], Field(description="Changes that would make the study much shorter.")]
     placement: PlacementDocument
     phases: list[PhaseDocument]
     hours: BoundsDocument

@@ -477,9 +477,9 @@ class AccountStore:
     def find_session(self, digest: str, *, idle_s: float) -> tuple[SessionRecord, Account] | None:
         """Find a valid browser session; return its record and the rights of its user.
 
-        `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, if the
-        session has expired or was unused for `idle_s` seconds, if its user is disabled, or if the token with which the
-        session was begun is revoked.
+        `digest` is the sha256 of the value in the session's cookie. Returns None if there is no such session, or if the
+        session is not valid: it has expired or was unused for `idle_s` seconds, its user is disabled, or the token with
+        which it was begun is revoked.
         """
         sessions, users, members, tokens = schema.sessions, schema.users, schema.memberships, schema.tokens
         columns = [column for column in sessions.c if column.name != "digest"]
@@ -697,7 +697,12 @@ def record_change(
     before: Mapping[str, Any] | None,
     after: Mapping[str, Any] | None,
 ) -> None:
-    """Add an entry to the audit log in an open transaction; the arguments are those of `AccountStore.record`."""
+    """Add an entry to the audit log in the open transaction of `connection`.
+
+    `actor` is who made the change. `action` names the change, such as "job.cancel". `target` names the changed object,
+    such as "job 5f0c...". `before` and `after` describe the object before and after the change; None if there is
+    nothing to describe.
+    """
     row = {"user": actor.user, "origin": actor.origin, "token": actor.token, "action": action, "target": target}
     documents = {"before": sa.null() if before is None else before, "after": sa.null() if after is None else after}
     connection.execute(sa.insert(schema.audit).values(**row, **documents, time=clock(connection)))
@@ -765,8 +770,9 @@ def _token(connection: sa.Connection, token_id: str) -> TokenRecord:
 def _token_session_digest(digest: str) -> str:
     """Digest under which a session is stored if it was begun with an API token.
 
-    This digest differs from the sha256 of the cookie, `digest`, by which servers from before migration 0025 find
-    sessions. Such servers would otherwise give the session all rights of its user instead of the scope of the token.
+    `digest` is the sha256 of the session's cookie, under which other sessions are stored. Servers from before migration
+    0025 would give the session all rights of its user instead of the scope of the token. With the other digest, they do
+    not find the session.
     """
     return hashlib.sha256(f"token session {digest}".encode()).hexdigest()
 

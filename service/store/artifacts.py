@@ -1,8 +1,9 @@
 """Artifacts: directories of files that drivers create, stored by content hash, with a database row each.
 
-An artifact is a manifest, {"path": {"digest": ..., "bytes": ...}} as JSON. The manifest and the files that it names are
-in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such as the tokenizers of a
-fleet of experts, are stored once. If a process is killed, files may remain that no artifact uses.
+The files of an artifact are listed in its manifest, a JSON file: {"path": {"digest": ..., "bytes": ...}}. The manifest
+and the listed files are in a `BlobStore`; the manifest's sha256 is the artifact's digest. Files of equal content, such
+as the tokenizers of a fleet of experts, are stored once. If a process is killed, files may remain that no artifact
+uses.
 """
 
 from __future__ import annotations
@@ -208,13 +209,12 @@ class ArtifactStore:
         return self._blobs.num_bytes()
 
     def num_bytes_of_team(self, team: str, *, with_job: str | None = None) -> int:
-        """Total size in bytes of the artifacts that jobs of a team have stored, without exported models.
+        """Total size in bytes of the artifacts of a team's jobs.
 
-        An artifact is a directory of files that a job made, such as a trained model. If several of the jobs have stored
-        the same artifact, it counts once. A merge that was exported because another study has it as a source counts for
-        the team of the study that has the source, because any reader of a study may submit such studies. If `with_job`
-        is the id of a job, the artifacts of this job are counted too. The result is then the size after the job has
-        moved to the team.
+        An artifact is a directory of files that a job made, such as a trained model. If several jobs of the team have
+        stored the same artifact, it counts once. Exports for download do not count. A merge that was exported as a
+        source of another study counts only for the team of the study that uses it. If `with_job` is the id of a job,
+        the artifacts of this job are counted too; the result is then the size after the job has moved to the team.
         """
         table, jobs = schema.artifacts, schema.studies
         query = (

@@ -49,7 +49,6 @@ class JobWriter:
 
     A driver may repeat a write after a crash: to write the same samples or results again changes nothing. If a write
     had to wait because the database did not answer, the next write also stores an event with the length of the wait.
-    That next write counts as progress of the driver even if it is a heartbeat.
 
     `stored_at` is the time at which this writer last stored anything except a heartbeat, and `scored_at` is the time at
     which it last stored samples. Both are values of time.monotonic(), or 0 if nothing was stored. `longest_chunk_s` is
@@ -133,9 +132,9 @@ class JobWriter:
     def set_state(self, state: JobState, reason: str | None = None) -> None:
         """Store the job's new state, and the reason for it (None: no reason).
 
-        A job that was asked to pause becomes PAUSED instead of STOPPED. A job that was edited, or got a request for a
-        trial, after its driver had read it, becomes STOPPED instead of COMPLETE, so that another driver sees the
-        change. Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
+        A job that was asked to pause becomes PAUSED instead of STOPPED. A job becomes STOPPED instead of COMPLETE if it
+        was edited, or got a request for a trial, after its driver had read it; another driver then sees the change.
+        Raises StaleAttempt if `state` is RUNNING and the job was asked to pause.
         """
         with self._transaction() as connection:
             self._set_state(connection, state, reason)
@@ -217,11 +216,13 @@ class JobWriter:
         """Store scored samples of a trial, and the evidence of which weights the engine held when it scored them.
 
         `trial` is the trial's number. `split` is the data that the samples belong to: search data, holdout data or
-        benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). Samples that are
-        stored already are ignored; if no sample is left, nothing is stored. `again` has the samples, as (objective,
-        position), that were scored again because their engine had failed a check; the stored values of these samples
-        are deleted first. The timings of the chunk are added to the timings of the trial. The number of new samples of
-        search data, except the samples in `again`, is added to the trial's `samples_scored`.
+        benchmarks. `result` is an engine's answer to one chunk (up to 512 samples sent together). `again` has the
+        samples, as (objective, position), that were scored again because their engine had failed a check: they replace
+        the stored samples. Other samples that are stored already are ignored, and if no sample is left, nothing is
+        stored.
+
+        The timings of the chunk are added to the timings of the trial. The number of new samples of search data is
+        added to the trial's `samples_scored`, without those in `again`.
         """
         evidence = result.evidence
         with self._transaction() as connection:
@@ -312,8 +313,8 @@ class JobWriter:
         """Store that trials have ended in `state` (PRUNED or FAIL) without another finished rung.
 
         A rung is one of the numbers of samples at which trials are compared. `trials` has the numbers of the trials.
-        `reason` says why they ended; None stores no reason. `rival` is the number of the trial against which a
-        scheduler has stopped them; None if no scheduler has stopped them.
+        `reason` says why they ended; None stores no reason. `rival` is the number of the better trial because of which
+        a scheduler has stopped them; None if no scheduler has stopped them.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -373,7 +374,6 @@ class JobWriter:
     def set_document_named(self, name: str, document: Any) -> None:
         """Store a JSON document of the job under `name`, such as "verification".
 
-        The document "verification", for example, compares stored samples with samples that transformers scored again.
         The document replaces an earlier document of the same name. An event with `name` as its kind is added.
         """
         table = schema.documents

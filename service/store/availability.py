@@ -90,10 +90,9 @@ class Availability:
             return ended
 
     def put_back(self, outage: Outage) -> None:
-        """Undo a call of `take_ended`: the next call of `take_ended` returns `outage` again.
+        """Let the next call of `take_ended` return `outage` again, because the outage could not be stored.
 
-        Call this method if the outage that `take_ended` returned could not be stored. If a newer outage has ended
-        meanwhile, the newer outage is returned instead.
+        If a newer outage has ended in the meantime, that call returns the newer outage instead.
         """
         with self._lock:
             self._ended = self._ended or outage
@@ -135,7 +134,7 @@ def waiting(engine: sa.Engine, *, waits: bool = True) -> sa.Engine:
 
 
 def is_waiting(engine: sa.Engine) -> bool:
-    """Whether store calls that use `engine` wait while the database does not answer, instead of raising the error."""
+    """Whether `engine` is set to repeat store calls until the database answers, instead of raising the error."""
     return bool(engine.get_execution_options().get(WAITING, False))
 
 

@@ -2,7 +2,7 @@
 
 A backup is a directory:
 
-- `backup.json`: version and time of the backup, the name and sha256 of its database, and the rows of each table
+- `backup.json`: version and time of the backup, sha256 of its database, and the number and sha256 of each table's rows
 - `database-DIGEST.db`: all tables, read at one moment, as an SQLite file, whatever database the server uses
 - `files/blobs/`: the files of all artifacts that the database names, each under its sha256
 
@@ -251,7 +251,7 @@ def restore(
 
 
 def _detach(connection: sa.Connection) -> None:
-    """Remove rows that concern only the servers and processes of the original database.
+    """Remove rows from the copy of a database that concern only the servers and processes of the original.
 
     - the heartbeats of jobs that have not ended
     - exports: merged models for download, whose files are not in a backup

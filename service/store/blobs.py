@@ -84,7 +84,7 @@ class BlobStore(Protocol):
         """Check that files can be stored, listed, read and deleted in this store. Raises OSError otherwise."""
 
     def storing(self) -> AbstractContextManager[None]:
-        """Context in which a process may store files before the database rows that name them.
+        """Context in which a process stores files, and then the database rows that name them.
 
         Files that are stored in the context are not deleted as unused before it ends, neither by this process nor by
         others: the method `collect` keeps them.

@@ -100,7 +100,7 @@ def _check_encoding(place: str, connection: Any, _: Any) -> None:
 
 @dataclass(frozen=True)
 class Reads:
-    """Opener of a store's connections for reading; in a unit of work, all reads use the connection of the unit."""
+    """Opener of a store's connections for reading; inside `unit_of_work`, it gives that context's connection."""
 
     engine: sa.Engine
 
@@ -121,7 +121,7 @@ def reading(engine: sa.Engine) -> Reads:
 
 
 class _Units(threading.local):
-    """Connections of the open units of work of one thread, by the connection pool of their database."""
+    """Open transactions (`unit_of_work`) of one thread: the connection of each, keyed by its connection pool."""
 
     def __init__(self) -> None:
         self.connections: dict[sa.Pool, sa.Connection] = {}
@@ -136,11 +136,12 @@ def _unit_of(engine: sa.Engine) -> sa.Connection | None:
 
 @contextmanager
 def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
-    """Context that makes all store calls of this thread one transaction, which is committed at the end.
+    """Context in which all store calls of this thread are one transaction, which is committed at the end.
 
-    If the context raises an error, nothing was stored. If a call raises an error and the context handles it, this call
-    has stored nothing. Reads see the rows that the unit has written. A unit inside another unit is a part of the outer
-    unit. The engine must not wait for its database, because a call cannot be repeated without the calls before it.
+    If the context raises an error, nothing is stored. If one call raises an error that the code in the context catches,
+    only this call stores nothing. Reads see what was written before in the context. A context inside another one
+    belongs to the outer transaction. `engine` must not be a result of the function `waiting`, because a call cannot be
+    repeated without the calls before it.
     """
     assert not is_waiting(engine), "a call of a unit of work cannot be repeated alone"
     if (outer := _unit_of(engine)) is not None:
@@ -160,10 +161,8 @@ def unit_of_work(engine: sa.Engine) -> Iterator[sa.Connection]:
 def transaction(engine: sa.Engine) -> Iterator[sa.Connection]:
     """Context with a write transaction, which is committed when the context ends without an error.
 
-    If the context raises an error, nothing was stored, even if the connection was lost during the commit. For this
-    purpose, on PostgreSQL, the transaction also stores a token, a unique text. After a lost connection, the token is
-    looked up: it is stored only if the transaction was committed, and then no error is raised. In a unit of work, the
-    transaction is a part of the unit.
+    If the context raises an error, nothing was stored, even if the connection was lost during the commit. Inside the
+    context `unit_of_work`, the transaction is a part of the transaction of that context.
     """
     if (outer := _unit_of(engine)) is not None:
         with outer.begin_nested():
@@ -204,12 +203,11 @@ NEXT_TOKEN = sa.text(_STORE_TOKEN.format(is_outdated="token = :before"))
 
 
 def _store_token(connection: sa.Connection) -> str | None:
-    """Store a new token, a unique text, in the open transaction, and return it.
+    """Store a unique text, a token, in the open transaction, and return it.
 
-    If the connection is lost during the commit, the stored token shows whether the transaction was committed. This call
-    also deletes the token that an earlier transaction of the connection stored. The first call of a connection also
-    deletes the tokens of closed connections. On SQLite, and if the transaction has written nothing, no token is stored
-    and the result is None.
+    If the connection is lost during the commit, another connection can look the token up: it is stored only if the
+    transaction was committed. Tokens that are no longer needed are deleted. On SQLite, and if the transaction has
+    written nothing, no token is stored and the result is None.
     """
     if connection.dialect.name == "sqlite":
         return None
@@ -264,11 +262,10 @@ def insert(connection: sa.Connection, table: sa.Table) -> Any:
 
 
 def one_of(column: sa.ColumnElement[int], numbers: Collection[int]) -> sa.ColumnElement[bool]:
-    """Condition that the integer `column` is one of `numbers`.
+    """SQL condition that selects at least the rows whose integer `column` is one of `numbers`.
 
-    Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition is
-    therefore that the column is between the smallest and the largest; callers leave out the other rows themselves. The
-    condition is also a range if the numbers have no gap, because a statement with many parameters takes long to make.
+    Databases limit the number of parameters of a statement. If there are more than MAX_NAMED numbers, the condition
+    therefore selects all rows from the smallest to the largest number, and the caller must leave out the others.
     """
     if not numbers:
         return sa.false()
@@ -292,8 +289,8 @@ def _prepare_sqlite(connection: Any, _: Any) -> None:
 def _to_wal(cursor: Any) -> None:
     """Switch an SQLite file to write-ahead logging; if the file is locked, try again for up to 60 s.
 
-    If several connections switch a file at once, SQLite refuses all but one without waiting for its own timeout,
-    because each would wait for the others to stop reading.
+    If several connections switch a file at once, SQLite refuses all but one at once instead of waiting for its own
+    timeout.
     """
     deadline = time.monotonic() + BUSY_TIMEOUT_S
     while True:

@@ -2,9 +2,9 @@
 
 A server that is not given a database, and every driver, look in the same places: the variable MERGESEARCH_DATABASE,
 then the file `URL_FILE` in the data directory, then an SQLite file in the data directory. A server writes `URL_FILE`
-when it starts. If the server takes the URL from the variable, and does not run Ray itself, the file contains only the
-name of the variable, because engines may read the data directory. A password is therefore never part of a driver's
-command line or of its Ray Job.
+when it starts. If the server takes the URL from the variable, and does not run Ray itself, the file contains the name
+of the variable and the URL without secrets, because engines may read the data directory. A password is therefore never
+part of a driver's command line or of its Ray Job.
 """
 
 from __future__ import annotations
@@ -92,7 +92,7 @@ def shown(url: sa.URL) -> str:
 
 
 def has_password(url: sa.URL) -> bool:
-    """Whether the URL of a database itself contains a password or another secret."""
+    """Whether the URL of a database contains a password or another secret."""
     return url.password is not None or any(name in url.query for name in SECRETS)
 
 
@@ -114,14 +114,13 @@ def database_url(data_dir: Path, given: str | None = None) -> sa.URL:
 
 
 def known_url(data_dir: Path, given: str | None = None) -> sa.URL:
-    """Find the URL of the database of the server with the data directory `data_dir`; the database must exist.
+    """Find the URL of the database of the server with the data directory `data_dir`, without creating a database.
 
     The URL is `given`. If this is None, the URL is the value of the environment variable MERGESEARCH_DATABASE. Without
-    this variable, it is the URL that the server stored in the data directory. A missing SQLite file is refused, not
-    created.
+    this variable, it is the URL that the server stored in the data directory.
 
     Raises:
-        Conflict: The URL names a missing SQLite file, or is not the URL of a database.
+        Conflict: The URL names an SQLite file that does not exist, or is not the URL of a database.
     """
     url = database_url(data_dir, given)
     if url.get_backend_name() == "sqlite" and not Path(str(url.database)).exists():
@@ -151,9 +150,9 @@ def remembered(data_dir: Path) -> sa.URL:
 
 
 def remembered_place(data_dir: Path) -> str:
-    """Text for messages that names the database of the last server with this data directory, without secrets.
+    """Text that names, in messages, the database that the last server with this data directory used, without secrets.
 
-    The text is known even if the server took the database's URL from the environment variable MERGESEARCH_DATABASE.
+    The server stores this text even if it does not store the URL, which it took from the environment.
     """
     text, place = _stored(data_dir)
     return place if text is None else shown(parse_url(text))
@@ -162,9 +161,11 @@ def remembered_place(data_dir: Path) -> str:
 def _stored(data_dir: Path) -> tuple[str | None, str]:
     """Read the record of the server's database in its data directory: the URL, or a text that names the database.
 
-    The result is a pair. If the server stored the URL, the pair is the URL and "". If it stored no URL because the URL
-    may have secrets, the pair is None and a text that names the database. If it stored nothing, the pair is the URL of
-    the default database, an SQLite file in the data directory, and "".
+    Returns one of these pairs:
+
+    - the URL that the server stored, and ""
+    - None and a text that names the database, if the server stored no URL because the URL may have secrets
+    - the URL of the default database, an SQLite file in the data directory, and "", if the server stored nothing
     """
     try:
         text = (data_dir / URL_FILE).read_text().strip()

@@ -123,7 +123,7 @@ class AttackResult:
         template: The prompt template with which the merge's metric is worst. The field has the original template if no
             changed template is worse.
         samples: Name under which the samples with this template are stored.
-        num_queries: Number of templates that were scored on all samples, without the original template.
+        num_queries: Number of changed templates that were scored on all samples; the original template does not count.
         is_cut: Whether the attack ended early because it had scored as many templates as the study file's option
             `max_queries` allows.
     """
@@ -163,7 +163,7 @@ class Overlap:
 
     @property
     def share(self) -> float:
-        """Share of the task's items, from 0 to 1, that are also in the search data."""
+        """Share of the items of the holdout task or benchmark, from 0 to 1, that are also in the search data."""
         return self.num_ngrams / self.num_items if self.num_items else 0.0
 
 
@@ -215,7 +215,7 @@ class PolicyStart:
     """Trained policies of an earlier study, which are the initial policies of a new study.
 
     A policy is a network that proposes configurations. `study` and `name` are the id and name of the earlier study.
-    `policies` has an entry for each policy of the new study, in their order.
+    `policies` has a stored checkpoint for each policy of the new study.
     """
 
     study: str
@@ -255,10 +255,11 @@ class RemovedResponses:
 
 @dataclass(frozen=True)
 class Canaries:
-    """Results of the last canary (a check with fixed prompts) of each engine that scored samples of a study.
+    """Samples and engines of a study that canaries, which are checks of engines with fixed prompts, did not confirm.
 
-    `samples_not_checked` is the number of the study's samples that no later canary of their engine has confirmed; None
-    before the study's end. `skipped` has the reasons why canaries could not be run, by replica (engine).
+    `samples_not_checked` is the number of the study's samples whose engine has passed no canary after it scored them;
+    None before the study's end. `skipped` has the reasons why canaries could not be run, keyed by replica (the process
+    of an engine).
     """
 
     samples_not_checked: int | None = None
@@ -306,18 +307,19 @@ def read_alignment_cost(document: Mapping[str, Any] | None) -> AlignmentCost:
 
 
 def read_canaries(document: Mapping[str, Any] | None) -> Canaries:
-    """Read the results of a study's canaries (checks of engines with fixed prompts) from their stored JSON `document`.
+    """Read which samples and engines of a study canaries (checks with fixed prompts) did not confirm.
 
-    If `document` is None, nothing is stored, and each field of the result has its default.
+    `document` is the stored JSON document. If it is None, nothing is stored, and each field of the result has its
+    default.
     """
     return _CANARIES.validate_python(document or {})
 
 
 def read_policy_start(document: Mapping[str, Any] | None) -> PolicyStart | None:
-    """Read, from the stored JSON `document`, the trained policies that are a study's initial policies.
+    """Read from the stored JSON `document` from which trained policies of an earlier study a study starts.
 
-    A policy is a network that proposes configurations; an earlier study has trained these policies. Returns None if
-    `document` is None, which means that the study starts from no trained policies.
+    A policy is a network that proposes configurations. Returns None if `document` is None: the study starts without
+    trained policies.
     """
     return None if document is None else _POLICY_START.validate_python(document)
 

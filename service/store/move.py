@@ -38,9 +38,9 @@ class MovedTable:
 def move(source: Store, target: Store, *, note: Callable[[str], None] = lambda _: None) -> list[MovedTable]:
     """Copy all tables of `source` to the empty `target` in one transaction, and compare the copies with the originals.
 
-    All tables of the source are read at one moment, and the source is not changed. Rows keep their ids. The target
-    gives no new row an id that a deleted row of the source had. If this process ends early, the target is still empty.
-    `note` is called with messages about the progress. Returns the copied tables.
+    All tables of the source are read at one moment, and the source is not changed. Rows keep their ids, and ids of rows
+    that were deleted in the source are not used again in the target. If this process ends early, the target is still
+    empty. `note` is called with messages about the progress. Returns the copied tables.
 
     Raises:
         Conflict: The target has data, a driver (process) still works on a job of the source, or a copy differs.
@@ -57,12 +57,11 @@ def copy_tables(
     change: Callable[[sa.Connection], object] = lambda _: None,
     note: Callable[[str], None] = lambda _: None,
 ) -> list[MovedTable]:
-    """Copy all tables of `source` to the empty `target` in one transaction, and compare them with the originals.
+    """Copy all tables of `source` to the empty `target` in one transaction, and compare the copies with the originals.
 
-    Unlike `move`, this function does not check whether processes still work on jobs of `source`. If `source` is a
-    snapshot, its state at the beginning of the snapshot is copied. After the comparison, `change` is called in the same
-    transaction with a connection to `target`, and may change the copies. `note` is called with messages about the
-    progress. Returns the copied tables.
+    Unlike `move`, this function does not check whether processes still work on jobs of `source`. After the comparison,
+    `change` is called in the same transaction with a connection to `target`, and may change the copies. `note` is
+    called with messages about the progress. Returns the copied tables.
 
     Raises:
         Conflict: The target has data, or a copy differs.

@@ -2,8 +2,8 @@
 
 A change of a job's state stores a notice in the same transaction (function `attempt_writer.insert_event`). The leader
 of the servers makes deliveries of the notices, one for each subscription that covers the job, and deletes the notices
-in the same transaction. Each change is therefore delivered to each subscription once, also if servers are killed; only
-the sending of a delivery may be repeated, with the same id.
+in the same transaction. Therefore each subscription gets exactly one delivery of each change, even if servers are
+killed. A delivery may be sent repeatedly, but always with the same id.
 """
 
 from __future__ import annotations
@@ -308,8 +308,8 @@ class NotificationStore:
         """Store that a try to send a delivery failed, for the reason `error`.
 
         `status` is the HTTP status of the response, or None without a response. If `is_last` is True, no further try
-        follows. If `is_last` is True, and no try to reach the subscription (the webhook or mail address) has succeeded
-        for `disables_after_s` seconds, the subscription is disabled, and its waiting deliveries are deleted.
+        follows. The subscription (the webhook or mail address) is then disabled if no try to reach it has succeeded for
+        `disables_after_s` seconds; its waiting deliveries are deleted.
 
         Returns:
             The subscription if it was disabled now, else None.
@@ -361,8 +361,9 @@ class NotificationStore:
         `works_after_s` seconds, or it was paused, or it has ended.
 
         `waiting` maps the id of each unfinished job that is not paused to the reason why it waits; None if a driver
-        works on the job. `passing` is the text of a reason that lasts only for a short time: the start of a driver.
-        While a job waits for this reason, its earlier reason stays stored. Jobs that are being deleted are left out.
+        works on the job. `passing` is the text of the reason that a driver is being started, which lasts only for a
+        short time. While a job has this reason, its earlier reason stays stored. Jobs that are being deleted are left
+        out.
         """
         table = schema.waits
         with self._reads.connect() as connection:
@@ -499,12 +500,10 @@ def _end(
 
 
 def _keep(connection: sa.Connection, jobs: Collection[str]) -> frozenset[str]:
-    """Protect jobs from deletion until the transaction ends, and return the ids of the jobs that exist.
+    """Protect jobs from deletion until the transaction ends, and return the ids of the protected jobs.
 
-    A job that another transaction is deleting is left out of the result, and the function does not wait for this
-    transaction. Callers then change only rows of the returned jobs. Changes of rows of a job that is being deleted
-    could cause a deadlock: the caller would wait for the deletion, and the deletion would wait for a row that the
-    caller has locked.
+    Jobs that do not exist, or that another transaction is deleting, are left out of the result. Callers must not change
+    rows of these jobs: if a caller and a deletion waited for each other's rows, this would be a deadlock.
     """
     table = schema.studies
     query = sa.select(table.c.id).where(table.c.id.in_(set(jobs)))

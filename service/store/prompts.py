@@ -70,7 +70,7 @@ def write_prompts(
 
 
 def stored_prompts(connection: sa.Connection, study: str) -> frozenset[tuple[Split, str]]:
-    """Splits and objectives of a study that have stored prompts, as pairs.
+    """Find the pairs of a split and an objective for which a study has stored prompts.
 
     `study` is the study's id. A split is the search data, the holdout data or the benchmarks.
     """
@@ -101,7 +101,8 @@ def read_prompts(
 def read_picture(connection: sa.Connection, study: str, split: Split, objective: str, position: int) -> bytes | None:
     """Read the picture of a sample, a WebP file; None if no picture is stored.
 
-    The arguments have the same meaning as in `read_prompts`.
+    `study` is the study's id. `split` is the search data, the holdout data or the benchmarks, and `objective` is the
+    objective's name. A position is a sample's index in the order of scoring.
     """
     table = schema.pictures
     where = _is_of(study, split, objective) & (table.c.position == position)
@@ -113,7 +114,8 @@ def picture_positions(
 ) -> set[int]:
     """Select the `positions` at which a sample has a stored picture.
 
-    The arguments have the same meaning as in `read_prompts`.
+    `study` is the study's id. `split` is the search data, the holdout data or the benchmarks, and `objective` is the
+    objective's name.
     """
     if not positions:
         return set()

@@ -121,9 +121,9 @@ class EvidenceRecord:
 
 @dataclass(frozen=True)
 class ChunkWork:
-    """Work of a replica on one chunk of samples: the seconds of each phase, and when its results were stored.
+    """Work of a replica on one chunk of samples: the seconds of each phase, and when the samples were stored.
 
-    `finished_at` is in seconds since the epoch.
+    `finished_at`, the time of storing, is in seconds since the epoch.
     """
 
     replica: str
@@ -161,9 +161,9 @@ class JudgmentRecord:
 
 @dataclass(frozen=True)
 class EvaluationRequest:
-    """A user's request to evaluate a merge at the full budget, which is all samples of the study.
+    """A user's request to evaluate a merge at the full budget, which is all samples of the search.
 
-    - `number`: counts the requests of the study.
+    - `number`: the index of the request among the study's requests, from 0.
     - `trial`: the number of the trial whose recipe is evaluated; None if the user gave a merge instead.
     - `label`: the name of the merge that the user gave; None if `trial` is given.
     - `recipe`, `configuration`: the merge that the user gave, either as the JSON document of a recipe or as a value for

@@ -5,8 +5,8 @@
     sample_texts       responses and tokens, which are most of the bytes, as JSON compressed by zlib
 
 Earlier versions stored a row for each sample, in the table `samples`. This module can read these rows. The server moves
-them to the other tables, one recipe at a time. A driver moves the rows of a recipe before it writes samples of the
-recipe.
+them to the other tables, one recipe at a time. If a driver adds samples of a recipe earlier, it moves the recipe's rows
+itself.
 
 All functions work inside the caller's transaction. Functions that write require that the transaction holds the lock of
 the job's row.
@@ -207,9 +207,8 @@ def read_samples(
 
     `study` is the study's id, and `digest` is the recipe's digest. `split` is the search data, the holdout data or the
     benchmarks. The position of a sample is its index in the order in which the objective's samples are scored. If
-    `objective` is not None, only samples of this objective are read. If `positions` is not None, only database rows
-    that have a sample at one of these positions are read; a row has adjacent samples that were scored together. If
-    `has_tokens` is False, stored completions are returned without their token ids.
+    `objective` is not None, only samples of this objective are read. If `positions` is not None, only samples at these
+    positions are read. If `has_tokens` is False, stored completions are returned without their token ids.
     """
     chunks, old = schema.sample_chunks, schema.samples
     where, where_old = (sa.true() if objective is None else table.c.objective == objective for table in (chunks, old))
@@ -312,12 +311,12 @@ def holdings() -> sa.Subquery:
 
 
 def void_holdings(*columns: Any, held: sa.Subquery) -> sa.Select[Any]:
-    """SQL query for the numbers of void samples: samples to score again because their engine later failed a check.
+    """SQL query for void samples, which must be scored again because their engine later failed a check.
 
     A sample is void if its engine scored it after the last check with fixed prompts that the engine passed. `held` is a
-    result of the function `holdings`: it has the number of samples for each row of the table `evidence`, which says
-    which weights the engine held. The query selects those rows of `held` whose samples are void. `columns` are the
-    columns to select; they are columns of `held` or of the joined tables `evidence` and `engine_faults`.
+    result of the function `holdings`, whose rows are groups of samples with equal evidence of which weights the engine
+    held. The query selects the rows whose samples are void. `columns` are the columns to select, of `held` or of the
+    joined tables `evidence` and `engine_faults`.
     """
     return _void(sa.select(*columns).select_from(held), held.c.evidence)
 
@@ -390,8 +389,8 @@ def store_samples(
 
     `study` is the study's id, `digest` is the recipe's digest, and `split` is the data that the samples belong to, such
     as the search data. `evidence` is the id of a row in the table `evidence`, which says which weights the engine held.
-    None of the samples may be stored already. `samples` must have all samples of the request that are to be stored,
-    because this function also writes the total size of the samples, in bytes, to this row of `evidence`.
+    None of the samples may be stored already. This function is called once for a request, because it also writes the
+    total size of `samples`, in bytes, to this row.
     """
     chunks: list[dict[str, Any]] = []
     texts: list[dict[str, Any]] = []
@@ -529,7 +528,7 @@ def _is_of(table: sa.Table, study: str, digest: str, split: Split) -> sa.ColumnE
 
 
 def has_old_samples(connection: sa.Connection, study: str) -> bool:
-    """Whether a study has samples in the table of earlier program versions."""
+    """Whether a study has samples in the table `samples`, in which earlier program versions stored them."""
     table = schema.samples
     found = connection.execute(sa.select(table.c.study).where(table.c.study == study).limit(1)).scalar()
     return found is not None
@@ -538,7 +537,8 @@ def has_old_samples(connection: sa.Connection, study: str) -> bool:
 def move_old_samples(connection: sa.Connection, study: str, digest: str) -> int:
     """Move the samples of one recipe (merge) from the table of earlier program versions to the present tables.
 
-    `study` is the study's id, and `digest` is the recipe's digest. Returns the number of samples that were moved.
+    The earlier table is `samples`, with a row for each sample. `study` is the study's id, and `digest` is the recipe's
+    digest. Returns the number of samples that were moved.
     """
     by_chunk: dict[tuple[Split, int], list[SampleResult]] = defaultdict(list)
     for split, evidence, sample in _old_samples(connection, study, digest):
@@ -560,12 +560,12 @@ def _old_samples(
     positions: Set[int] | None = None,
     has_tokens: bool = True,
 ) -> Iterator[tuple[Split, int, SampleResult]]:
-    """Yield the samples of one recipe (merge) from the table of earlier program versions, which has a row per sample.
+    """Yield the samples of one recipe (merge) from the table `samples`, in which earlier program versions stored them.
 
     `study` is the study's id, and `digest` is the recipe's digest. `split` is the data to read: search data, holdout
-    data or benchmarks; None reads all. Each sample is yielded as its split, the id of its row in the table `evidence`
-    (which says which weights the engine held), and the result. `condition` is a further condition on the rows;
-    `positions` and `has_tokens` have the same meaning as in `_samples_of`.
+    data or benchmarks; None reads all. `condition` is a further condition on the table's rows. `positions` are the
+    positions to read; None reads all. Without `has_tokens`, completions have no token ids. Each sample is yielded as
+    its split, the id of its row in the table `evidence` (which says which weights the engine held), and the result.
     """
     table = schema.samples
     where = (table.c.study == study) & (table.c.recipe_digest == digest)

@@ -211,8 +211,8 @@ class Store:
     def reading(self) -> AbstractContextManager[sa.Connection]:
         """Context with a connection for reading, for code outside this class that reads the same database.
 
-        All queries in the context see the same state of the database. A store that the method `snapshot` has yielded
-        gives the connection of the snapshot.
+        All queries in the context see the same state of the database. In a store that `snapshot` has made, this is the
+        state at the beginning of the snapshot.
         """
         return self._reads.connect()
 
@@ -251,19 +251,19 @@ class Store:
             yield frozen
 
     def unit_of_work(self) -> AbstractContextManager[sa.Connection]:
-        """Context that makes this thread's calls of stores in this database one transaction.
+        """Context in which all calls of stores of this database, made by this thread, are one transaction.
 
-        The transaction is committed when the context ends without an error; otherwise nothing is stored. Therefore a
-        change and its entry in the audit log are stored together.
+        The transaction is committed when the context ends without an error; otherwise nothing is stored. It serves to
+        store a change together with its entry in the audit log.
         """
         return unit_of_work(self._engine)
 
     @contextmanager
     def admission(self) -> Iterator[None]:
-        """Context of a unit of work that compares quotas with their use, and then stores the jobs or files that fit.
+        """Context in which the caller checks quotas and then stores the jobs or files that fit, in one transaction.
 
-        Admissions never overlap, even admissions of several servers with this database. Otherwise two admissions
-        together could exceed a quota.
+        Only one such context is open at a time, among all servers with this database. Otherwise two callers together
+        could exceed a quota.
         """
         with self._admissions, unit_of_work(self._engine) as connection:  # who waits for the lock has no connection
             if connection.dialect.name == "postgresql":  # on SQLite, the transaction has the only write lock
@@ -303,8 +303,8 @@ class Store:
             owner: Name of the user who creates the job; None if the server has no accounts.
             team: Name of the team that the job belongs to; None for no team.
             sharing: Who may read the job besides its owner and administrators.
-            traceparent: Place of the request in its OpenTelemetry trace, which the work on the job continues;
-                None if the request is not traced.
+            traceparent: OpenTelemetry trace and span of the request, in the form of the HTTP header `traceparent`; the
+                work on the job continues this trace. None if the request is not traced.
 
         Raises:
             Conflict: No job has one of the artifacts in `keeps` any more; nothing is stored.
@@ -374,7 +374,7 @@ class Store:
         offset: int = 0,
         limit: int | None = None,
     ) -> tuple[tuple[JobRecord, ...], int]:
-        """Read a part of the jobs of one kind that satisfy all conditions, and count these jobs.
+        """Read one page of the jobs of a kind that satisfy all conditions, and count the jobs of all pages.
 
         Args:
             kind: Name of the kind of job.
@@ -424,14 +424,14 @@ class Store:
         return self._jobs(table.c.state.not_in(FINISHED) | is_recent)
 
     def job_ids(self, state: JobState) -> tuple[str, ...]:
-        """Ids of all jobs in one state, oldest job first; no other data are read."""
+        """Ids of all jobs in one state, oldest job first."""
         table = schema.studies
         query = sa.select(table.c.id).where(table.c.state == state.value).order_by(table.c.created_at, table.c.id)
         with self._reads.connect() as connection:
             return tuple(connection.execute(query).scalars())
 
     def readable_jobs(self, reader: Account | None) -> frozenset[str]:
-        """Ids of the jobs that the account `reader` may read; all jobs if `reader` is None. No other data are read."""
+        """Ids of the jobs that the account `reader` may read; all jobs if `reader` is None."""
         with self._reads.connect() as connection:
             return frozenset(connection.execute(sa.select(schema.studies.c.id).where(_readable(reader))).scalars())
 
@@ -612,13 +612,16 @@ class Store:
     def _steered(
         self, job_id: str, steering: Steering, because: str, is_done: Callable[[JobRecord], bool], **changes: Any
     ) -> JobRecord:
-        """Apply a user's request to a job, such as to pause it, and return the job.
+        """Apply a user's request to a job, such as a request to pause it, and return the job.
 
-        Nothing changes if the job has ended, or if `is_done(job)` says that the request was carried out before.
-        `steering` says who asks, and why; it is stored as an event. `changes` has the new values of columns, among them
-        `is_paused`. A job without a driver (process) becomes PAUSED if `is_paused` is True. A PAUSED job becomes
-        STOPPED, so that a driver is started, if `is_paused` is False. `because` is stored as the reason of the new
-        state. Raises NotFound if there is no such job.
+        Nothing changes if the job has ended, or if `is_done(job)` is True, because the request was carried out before.
+        `steering` says who asks, and why; it is stored as an event. `changes` has the new values of the job's columns.
+        The value of `is_paused`, which must be given, can also change the job's state:
+
+        - True: a job without a driver (a process that works on it) becomes PAUSED
+        - False: a PAUSED job becomes STOPPED, so that the server starts a driver
+
+        `because` is stored as the reason of the new state. Raises NotFound if there is no such job.
         """
         table = schema.studies
         with transaction(self._engine) as connection:
@@ -679,10 +682,12 @@ class Store:
         """Mark a trial as invalid, or as valid again, and return the changed study.
 
         `number` is the trial's number. `invalid` is the reason why the trial is invalid; None marks it as valid.
-        `steering` says who asks, and is stored as an event. The trial's samples stay. If a driver (process) works on
-        the study, another driver replaces it and selects the best trials anew. A COMPLETE study continues, so that
-        trials that are now among the best are scored on held-out data; it does not continue if its responses were
-        removed. If the trial has the same mark already, nothing changes. Raises NotFound if there is no such trial.
+        `steering` says who asks, and is stored as an event.
+
+        The trial's samples stay stored. If a driver (a process that works on the study) runs, another driver replaces
+        it and selects the best trials anew. A COMPLETE study whose responses are still stored continues, so that trials
+        that are now among the best are scored on held-out data. If the same value of `invalid` is stored already,
+        nothing changes. Raises NotFound if there is no such trial.
         """
         table, jobs = schema.trials, schema.studies
         is_this = (table.c.study == study.id) & (table.c.number == number)
@@ -730,9 +735,9 @@ class Store:
         Exactly one of `recipe` (the JSON document of a recipe) and `configuration` (a value for each parameter of the
         search space) describes the merge; `label` becomes the trial's label. `steering` says who asks, and why; it is
         stored as an event. If a driver (process) works on the study, another driver replaces it and adds the trial. If
-        the study is COMPLETE, a driver is started again. The same request sent twice changes nothing. Raises Conflict
-        if another merge was enqueued under the label, or if the study is COMPLETE and its stored completions were
-        removed.
+        the study is COMPLETE, a driver is started again. A request that the study has already changes nothing. Raises
+        Conflict if another merge was enqueued under the label, or if the study is COMPLETE and its stored completions
+        were removed.
         """
         values = {"label": label, "recipe": recipe, "configuration": configuration}
         reason = f"a trial was enqueued: {label}"
@@ -801,14 +806,15 @@ class Store:
                     insert_event(connection, job_id, EventKind.STATE, {"state": state, "reason": reason})
 
     def resume(self, job_id: str, *, reason: str, steering: Steering | None = None) -> JobRecord:
-        """Let a job that waits or failed continue, and return it.
+        """Let a job that is FAILED, STOPPED or PAUSED continue, and return it.
 
-        FAILED, STOPPED and PAUSED jobs can continue. A COMPLETE job can continue if its responses were not removed, and
-        if it has void samples, which must be scored again because their engine later failed a check. A job that can
-        continue becomes STOPPED with the given `reason`, so that the server starts a driver (process). The job's failed
-        drivers are no longer counted. A request to pause that has not been carried out yet is withdrawn. Other jobs are
-        not changed. `steering` says who asked, and why; it is stored as an event if the job is changed (None stores no
-        event). Raises NotFound if there is no such job.
+        A COMPLETE job also continues if it has void samples, which must be scored again because their engine later
+        failed a check, and if its responses were not removed. The job becomes STOPPED with the given `reason`, so that
+        the server starts a driver (a process that works on it). The job's failed drivers are no longer counted.
+
+        For a job in any state, a request to pause that has not been carried out yet is withdrawn. `steering` says who
+        asked, and why; it is stored as an event if the job is changed (None stores no event). Raises NotFound if there
+        is no such job.
         """
         table = schema.studies
         held = holdings()
@@ -876,10 +882,9 @@ class Store:
     def consecutive_failures(self, job_id: str) -> int:
         """Number of a job's latest drivers in a row that ended, or failed to start, before they stored any result.
 
-        A driver is a process that works on the job. Results are scored samples, finished trials, computations that a
-        searcher asked for, and some kinds of events; a user's request to resume the job counts as a result. Drivers
-        that ended because a model, an engine or Ray was not available are not counted here but by the method
-        `consecutive_waits`.
+        A driver is a process that works on the job. Results are, for example, scored samples and finished trials; a
+        user's request to resume the job counts as a result too. Drivers that ended because a model, an engine or Ray
+        was not available are not counted here but by the method `consecutive_waits`.
         """
         setbacks = self._setbacks(job_id)
         failures = [kind for kind, then in pairwise([*setbacks, ""]) if EventKind.WAITING not in (kind, then)]
@@ -1167,12 +1172,15 @@ class Store:
             return read_picture(connection, study_id, split, objective, position)
 
     def picture_positions(self, study_id: str, split: Split, objective: str, positions: Collection[int]) -> set[int]:
-        """Select the `positions` at which a sample has a stored picture; the arguments are as in `prompts`."""
+        """Select the `positions` at which a sample has a stored picture.
+
+        `split` is the search data, the holdout data or the benchmarks, and `objective` is the objective's name.
+        """
         with self._reads.connect() as connection:
             return picture_positions(connection, study_id, split, objective, positions)
 
     def stored_prompts(self, study_id: str) -> frozenset[tuple[Split, str]]:
-        """Splits and objectives of a study that have stored prompts, as pairs.
+        """Find the pairs of a split and an objective for which a study has stored prompts.
 
         A split is the search data, the holdout data or the benchmarks.
         """
@@ -1180,11 +1188,11 @@ class Store:
             return stored_prompts(connection, study_id)
 
     def move_old_samples(self) -> int:
-        """Convert the samples of one recipe (merge) that an earlier version stored to the form of the present tables.
+        """Move old samples from the table of earlier program versions to the present tables, and return their number.
 
-        The recipe is any recipe with samples in the old form. Returns the number of converted samples; 0 if no old
-        sample is left. Earlier versions stored a row for each sample, which takes ten times the space. The study stays
-        readable meanwhile, and its driver (process) may write.
+        A call moves the samples of one recipe (merge); the result is 0 if no old sample is left. The old table has a
+        row for each sample, which takes ten times the space. The study stays readable meanwhile, and its driver (the
+        process that works on it) may write.
         """
         old = schema.samples
         with self._reads.connect() as connection:
@@ -1206,10 +1214,11 @@ class Store:
     def remove_texts(self, job_id: str, *, num_samples: int, num_bytes: int) -> None:
         """Remove the model responses and tokens of a study's samples to save space; their metric values are kept.
 
-        `num_samples` and `num_bytes` are the numbers of samples and bytes that are removed, for the record of the
-        removal. This record is stored first; from then on the study cannot be resumed. The responses of one merge are
-        removed at a time, so that other processes can write in between. An interrupted removal is completed by the next
-        call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor CANCELLED.
+        `num_samples` and `num_bytes` say how many samples and bytes are removed; they are stored in a record of the
+        removal before anything is removed. From then on the study cannot be resumed. Each merge's responses are removed
+        in a transaction of their own, so that other processes can write in between. An interrupted removal is completed
+        by the next call. Raises NotFound if there is no such study, and Conflict if the study is neither COMPLETE nor
+        CANCELLED.
         """
         table, documents = schema.studies, schema.documents
         removed = RemovedResponses(self.now(), num_samples, num_bytes)
@@ -1294,8 +1303,8 @@ class Store:
     def prompt_templates(self, study_id: str) -> dict[str, tuple[str, str]]:
         """Read the adversarial prompt templates that were scored in attacks on a study's benchmarks.
 
-        The result maps the name under which the samples with a template are stored to the benchmark's name and the
-        template.
+        Keys are the names under which the samples that were scored with a template are stored. Values are pairs of the
+        benchmark's name and the template.
         """
         table = schema.prompt_templates
         with self._reads.connect() as connection:
@@ -1332,17 +1341,14 @@ class Store:
             return int(connection.execute(charged).scalar_one())
 
     def engine_faults(self, *, after: int = 0) -> tuple[EngineFaultRecord, ...]:
-        """Read the records of the inference engines that have failed a check, with ids above `after`, ordered by id.
-
-        There is one record for each engine that has failed a check.
-        """
+        """Read the records of the inference engines that have failed a check, with ids above `after`, ordered by id."""
         table = schema.engine_faults
         with self._reads.connect() as connection:
             rows = connection.execute(sa.select(table).where(table.c.id > after).order_by(table.c.id))
             return tuple(EngineFaultRecord(**row) for row in rows.mappings())
 
     def num_engine_faults(self) -> int:
-        """Number of inference engines over all studies that have failed a check, such as a check with fixed prompts."""
+        """Number of inference engines, of all studies, that have failed a check of their weights or outputs."""
         with self._reads.connect() as connection:
             return int(connection.execute(sa.select(sa.func.count()).select_from(schema.engine_faults)).scalar_one())
 
@@ -1352,12 +1358,12 @@ class Store:
             return read_void_samples(connection, study_id)
 
     def num_unchecked(self, study_id: str, passed: Mapping[str, int]) -> int:
-        """Number of a study's samples that are not confirmed by a canary (a check of their engine) yet.
+        """Number of a study's samples that are not yet confirmed by a canary, a check of an engine with fixed prompts.
 
-        A canary is a check of an inference engine with fixed prompts. Each sample is stored with the number of canaries
-        that its engine had passed before it scored the sample. The sample is confirmed if the engine has passed more
-        canaries by now. `passed` contains the present number of passed canaries, keyed by replica. If the database has
-        a larger number for a replica, the larger number counts.
+        A sample is confirmed if its engine has passed a canary after it scored the sample. Therefore each sample is
+        stored with the number of canaries that its engine had passed before. `passed` contains the number of canaries
+        that each engine has passed until now, keyed by replica (the process with the engine). If the database has a
+        larger number for a replica, the larger number counts.
         """
         held, table = holdings(), schema.evidence
         scored = (
@@ -1407,7 +1413,8 @@ class Store:
         """Read the events of all jobs with ids above `after`, in the order of ids, at most `limit`.
 
         `kinds` has the kinds of events to read. If `reader` is not None, only events of jobs that this account may read
-        are returned. On PostgreSQL, an event may become visible after an event of another job that has a larger id.
+        are returned. On PostgreSQL, an event may become visible only after a later event, with a larger id, of another
+        job.
         """
         table, jobs = schema.events, schema.studies
         columns = (table, jobs.c.kind.label("job_kind"), jobs.c.name)
@@ -1431,7 +1438,7 @@ class Store:
         return dict(counts)
 
     def driver_waits(self, job_ids: Collection[str]) -> dict[str, DriverWait]:
-        """Times of the last wait of each given job for a driver (a process that works on the job), keyed by job id.
+        """Find when each of the given jobs last waited for a driver (a process that works on the job), keyed by job id.
 
         A wait begins when a job is created or resumed, and ends when a driver begins.
         """
@@ -1460,15 +1467,20 @@ class Store:
             return found or 0
 
     def settled_event_id(self, age_s: float) -> int:
-        """Id of the latest event that is at least `age_s` seconds old; 0 if there is no such event."""
+        """Id of the latest event that was added at least `age_s` seconds ago; 0 if there is no such event.
+
+        A reader that begins after this event misses none, although younger events may become visible in another order
+        than that of their ids.
+        """
         table = schema.events
         with self._reads.connect() as connection:
             query = sa.select(table.c.id).where(table.c.time <= clock(connection) - age_s)
             return connection.execute(query.order_by(table.c.id.desc()).limit(1)).scalar() or 0
 
     def result_version(self, study_id: str) -> tuple[int, int]:
-        """Read two numbers that grow when a study's results may have changed: its last attempt and last event id.
+        """Read a pair of numbers that changes whenever the study's results may have changed.
 
+        The numbers are the number of the study's last attempt (the work of one driver) and the id of its last event.
         Raises NotFound if there is no such study.
         """
         jobs, events = schema.studies, schema.events
@@ -1511,9 +1523,10 @@ def _requests_of(study_id: str) -> sa.Select[Any]:
 
 
 def _reopen(connection: sa.Connection, job_id: str, reason: str) -> None:
-    """Let a COMPLETE job continue, and store `reason` as the reason; jobs in other states are not changed.
+    """Let the job continue if it is COMPLETE; a job in another state is not changed.
 
-    The job becomes STOPPED, so that the server starts a driver (a process that works on it).
+    The job becomes STOPPED, so that the server starts a driver (a process that works on it). `reason` is stored as the
+    reason of the new state.
     """
     jobs, state = schema.studies, JobState.STOPPED.value
     is_complete = (jobs.c.id == job_id) & (jobs.c.state == JobState.COMPLETE.value)
@@ -1537,11 +1550,10 @@ def _readable(reader: Account | None) -> sa.ColumnElement[bool]:
 
 
 def _keep_artifact(connection: sa.Connection, job_id: str, name: str, digest: str) -> None:
-    """Give the job `job_id` an artifact, usually a trained model, that is stored already.
+    """Give the job `job_id` an artifact, usually a trained model, that another job has stored.
 
-    `digest` identifies the artifact's files. The job that made the files, usually another job, has stored them, and
-    cannot be deleted until the transaction ends. `name` is the name that the artifact gets in the job `job_id`. Raises
-    Conflict if no job has the artifact.
+    `digest` identifies the artifact's files, which cannot be deleted until the transaction ends. `name` is the name
+    that the artifact gets in the job `job_id`. Raises Conflict if no job has the artifact.
     """
     table = schema.artifacts
     query = sa.select(table.c.num_bytes).where(table.c.digest == digest).limit(1).with_for_update(read=True)

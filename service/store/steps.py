@@ -10,8 +10,7 @@ again. Therefore a search that continues after it was killed has the same steps.
     note          a decision of the searcher; nothing is computed
     update        a policy learns from the trials of one iteration
 
-A point has the values of all parameters of a search space, in the space's order. Positions are sample positions, keyed
-by objective.
+A point has the values of all parameters of a search space, in the space's order.
 """
 
 from __future__ import annotations
@@ -96,8 +95,8 @@ class _Measurement(_Request):
 class LossesRequest(_Measurement):
     """A searcher's request for the mean loss of each objective for one merge, without gradients.
 
-    `point` names the merge: it has the values of all parameters of the search space. Each sample for which a loss is
-    computed counts as one sample (`charge`) against the study's limit of samples.
+    `point` names the merge: it has the values of all parameters of the search space. `charge` is the number of samples
+    that each computed loss takes from the study's limit of samples.
     """
 
     kind: Literal["losses"] = "losses"
@@ -110,9 +109,9 @@ class GradientRequest(_Measurement):
 
     `point` names the merge: it has the values of all parameters of the search space. The gradient is with respect to
     these parameters. `weights` has the weight of each objective's loss in the sum. `descent` is the number, from 0, of
-    the gradient descent that needs the gradient. `preference` has the user's weights of the objectives for which this
-    descent searches; it is empty if the user gave no weights. Each sample counts as three samples (`charge`) against
-    the study's limit of samples.
+    the gradient descent that needs the gradient. `preference` is the preference vector (the user's weights of the
+    objectives) for which this descent searches; it is empty if the study has none. `charge` is the number of samples
+    that the loss and the gradient of each sample take from the study's limit of samples.
     """
 
     descent: int
@@ -148,8 +147,8 @@ class NoteRequest(_Request):
 class UpdateRequest(_Request):
     """A searcher's request to train a policy (a network that proposes configurations) on the trials of one iteration.
 
-    `iteration` is the iteration's number. `preference` has the weights of the objectives for which the policy learns;
-    it is empty if the study has only one policy.
+    `iteration` is the iteration's number. `preference` is the policy's preference vector (the weights of the objectives
+    for which it learns); it is empty if the study has only one policy.
     """
 
     iteration: int
@@ -196,9 +195,9 @@ class GradientResult(LossesResult):
 class CompletionsResult:
     """Samples that source models answered correctly; the correct answers later serve as reference answers for losses.
 
-    `completions` maps the name of each objective to one pair for each correctly answered sample. The first number is
-    the sample's position in the order in which the objective's samples are scored. The second number is the number of
-    the source model's trial. The pairs are sorted by position.
+    `completions` maps the name of each objective to a pair of numbers for each such sample, sorted by position: the
+    sample's position in the order in which the objective's samples are scored, and the number of the trial of the
+    source model that answered it.
     """
 
     completions: Mapping[str, tuple[tuple[int, int], ...]]

@@ -1,4 +1,4 @@
-"""Operations on studies other than the search: preflight checks, chained sources, exports and reuse of policies.
+"""Operations on studies other than the search: preflight checks, chained sources, reuse of policies, and exports.
 
 `service.jobs.search` runs the search itself.
 

@@ -89,13 +89,14 @@ class _Places:
     artifacts_in: str | Path
 
     def written(self, store: Store, job_id: str, name: str, write: Callable[[Path], object]) -> str:
-        """Write a checkpoint to this storage, unless it is stored already, and return its directory or URL.
+        """Store a checkpoint here, unless it is stored already, and return its directory or URL.
 
         `write` is a function that writes the checkpoint to the directory that it gets. `name` identifies the content of
-        the checkpoint. `job_id` is the id, in `store`, of the study whose trial is written as the checkpoint. In an
-        object store, the checkpoint becomes an artifact of this study. The checkpoint is first written to a hidden
-        directory below `directory`, where an interrupted write can continue. Without an object store, `write` is always
-        called with the checkpoint's final directory, and must do nothing if the checkpoint is complete there.
+        the checkpoint. `job_id` is the id, in `store`, of the study whose trial is written.
+
+        In an object store, the checkpoint becomes an artifact of this study. It is first written to a hidden directory
+        below `directory`, where an interrupted write can continue. In a local directory, `write` itself must recognise
+        a complete checkpoint, and then do nothing.
         """
         root = self.directory.resolve() / SOURCES
         if not is_object_url(str(self.artifacts_in)):
@@ -122,13 +123,13 @@ def with_exported_sources(
 ) -> tuple[Study, dict[str, ChainedSource]]:
     """Export those sources of a study that are merged models of other studies, and find experts of fine-tunings.
 
-    Returns the study with directories or URLs in place of these sources, and the sources, keyed by alias.
+    Returns the study with directories or URLs in place of these sources, and a record of each source, keyed by alias.
 
     - `open_study`: opens the study that a source names
     - `directory`: the directory below which merges are written
     - `artifacts_in`: the location of the server's artifacts (files that jobs store); if it is an object store, the
       merges are stored there; None means a directory in `directory`
-    - `before`: the stored records of the exported sources, for a study that is resumed; None for a new study
+    - `before`: for a study that is resumed, the records that were stored when it was created; None for a new study
     - `note`: receives lines of progress
 
     A merge that was exported before is not written again. Raises InvalidStudy with every source that cannot be
@@ -165,10 +166,11 @@ def with_exported_sources(
 
 
 def place_of_expert(artifacts: ArtifactStore, record: ArtifactRecord, directory: Path) -> str:
-    """URL of a trained expert, which a fine-tuning stored as the artifact `record`, or else the directory of a copy.
+    """Location of a trained expert, the artifact `record` of a fine-tuning: a URL or a directory.
 
-    The copy is made in the directory of sources below `directory`, the server's data directory, unless it exists there.
-    Other processes that need the same copy wait for it.
+    The result is the artifact's URL if artifacts are in an object store. Otherwise the expert is copied to the
+    directory of sources below `directory`, the server's data directory, unless the copy exists. Other processes that
+    need the same copy wait for it.
     """
     url = artifacts.url(record)
     if url is not None:

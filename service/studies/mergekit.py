@@ -1,4 +1,4 @@
-"""The mergekit configuration of a stored study's merge."""
+"""Conversion of a merge of a stored study to a mergekit configuration."""
 
 from __future__ import annotations
 

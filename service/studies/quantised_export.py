@@ -1,7 +1,8 @@
-"""Quantised export of a trial's merge, and a comparison of its held-out scores with the scores of the full merge.
+"""Quantised export of a trial's merge, and a comparison of its held-out scores with those before quantisation.
 
-The full merge is written beside the result, quantised, and then removed. vLLM loads the quantised model in a separate
-process and scores the samples of the holdout data that the study scored. Differences are paired, sample by sample.
+The unquantised merge is written beside the result, and removed after it is quantised. vLLM loads the quantised model in
+a separate process and scores the samples of the holdout data that the study scored. Differences are paired, sample by
+sample.
 """
 
 from __future__ import annotations
@@ -133,7 +134,10 @@ def export_quantised(
 
 
 def scores_table(scores: Mapping[str, QuantisedScore]) -> list[tuple[str, ...]]:
-    """Rows with objective, score of the merge, score of the quantised model, difference, and number of samples."""
+    """A row of texts for each objective: name, scores of the merge and of the quantised model, difference, and samples.
+
+    The scores and the difference have 95% confidence intervals. The last text is the number of samples.
+    """
 
     def text(each: Estimate, sign: str = "") -> str:
         low, high = each.ci95

@@ -122,8 +122,8 @@ def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: Open
     """Find the results of the earlier study that `search.warm_start` in the study file names.
 
     `preflight` is the checked new study, `resolved` has the models, tasks and rungs that are stored with it, and
-    `open_study` opens the earlier study. Returns a description of the results, and the content of the file in which
-    they are stored. The digest of the stored file is added to the description later.
+    `open_study` opens the earlier study. Returns two values: a description of the results, and the content of the file
+    in which they will be stored. The description does not have the digest of this file yet.
 
     Raises NotFound if there is no such study. Raises Conflict if the earlier study has no results, or if the two
     studies differ in models, search space or objectives.
@@ -147,7 +147,7 @@ def _found(preflight: PreflightResult, resolved: ResolvedStudy, open_study: Open
 def _results(
     preflight: PreflightResult, plan: Plan, store: Store, record: JobRecord, *, is_full_only: bool
 ) -> list[dict[str, Any]]:
-    """The configurations and results of an earlier study's searched trials as JSON, for use by a new study.
+    """The configurations and results of the trials that an earlier study's search proposed, as JSON for a new study.
 
     `preflight` is the checked new study, and `plan` is its plan. `record` is the earlier study's job in `store`. Costs
     and constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a
@@ -191,9 +191,9 @@ def _feasibility(plan: Plan, trials: Mapping[int, TrialRecord], store: Store, re
     """Make the object that evaluates the new study's constraints on the trials of an earlier study.
 
     `trials` are the earlier study's trials, keyed by number, and `record` is its job in `store`. `plan` is the new
-    study's plan, with the earlier study's rungs (numbers of samples at which trials are compared). A bound may be
-    relative to a source model's value; it is compared on the samples of each rung. Raises Conflict if such a source
-    model has not been scored in the earlier study.
+    study's plan, with the earlier study's rungs (numbers of samples at which trials are compared). A constraint may
+    bound a trial's value relative to a source model's value; both are then computed on the samples of the same rung.
+    Raises Conflict if such a source model has not been scored in the earlier study.
     """
     feasibility = Feasibility(plan.objectives, trials)
     try:

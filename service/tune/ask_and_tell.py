@@ -36,8 +36,8 @@ class AskAndTell:
 
     - `plan`, `space`: the study's settings, and its search space
     - `trials`: the trials of the study, to which the loop adds the proposed ones
-    - `brackets`: the brackets (ladders of rungs, as in Hyperband) that were stored before
-      the driver started
+    - `brackets`: the brackets (ladders of rungs, as in Hyperband) that were stored before the driver started; a rung is
+      a number of samples at which trials are compared
     - `samples`: the scored samples, from which the values of trials are computed
     - `writer`: stores results in the database
     - `proposer`: asks the searcher for proposals

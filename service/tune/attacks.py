@@ -105,9 +105,10 @@ class Attacks:
         return True
 
     def drop(self, digest: str, index: int) -> None:
-        """Give up the prompt attack on a recipe, for example because scoring failed; keep its stored samples.
+        """Give up the attack on a recipe (search for the worst template), for example because scoring failed.
 
-        `digest` identifies the recipe, and `index` is the position of the benchmark in `Plan.benchmarks`.
+        The stored samples of the attack are kept. `digest` identifies the recipe, and `index` is the position of the
+        benchmark in `Plan.benchmarks`.
         """
         self._running.pop((digest, index), None)
         self._samples.set_attacked(digest, index, ())
@@ -149,9 +150,9 @@ def _replacements(attack: PromptAttack) -> Replacements | None:
 
 @cache
 def _masked_model(model: str, encoder: str | None) -> MaskedModel:
-    """The fill-mask model that proposes word replacements; it stays loaded for further attacks by this process.
+    """Load the fill-mask model that proposes word replacements; later calls in this process return the same model.
 
-    `model` and `encoder` are directories or hub ids. `encoder` is the model by which texts are compared; if `encoder`
-    is None, texts are compared by `model`.
+    `model` and `encoder` are directories or hub ids. `encoder` is the model that measures the similarity of texts; None
+    means `model`.
     """
     return MaskedModel(model, encoder=encoder)

@@ -275,12 +275,12 @@ class Coordinator:
         self._benchmarks.close()
 
     def stop(self, reason: str) -> None:
-        """End the search and the refinement because of `reason`, once the running evaluations have finished.
+        """End the search and the refinement because of `reason`; only the running evaluations still finish.
 
         The refinement improves coefficients of the Pareto front's trials after the search. All trials that are not
         being evaluated are pruned, except trials that users have requested. Held-out data and benchmarks are scored
-        afterwards as always. The running evaluations are stored, so that a driver that resumes the study finishes them.
-        Calling the method again changes nothing.
+        afterwards as always. A list of the running evaluations is stored, so that a driver that resumes the study
+        finishes them too. Calling the method again changes nothing.
         """
         if self._is_stopped or self._holdout.is_started:
             return

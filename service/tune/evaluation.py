@@ -39,7 +39,7 @@ class Evaluation:
     is_again: bool = False
 
     def ends_with(self, result: ScoreResult) -> bool:
-        """Whether `result` is of the evaluation's last chunk (group of samples): no samples are left to score."""
+        """Whether `result` is the result of the evaluation's last chunk (group of samples)."""
         last = self.chunks[-1][-1]
         return any((s.objective, s.position) == (last.objective, last.stop - 1) for s in result.samples)
 

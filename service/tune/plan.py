@@ -35,9 +35,11 @@ It has an origin, a label and the recipe.
 class Benchmark:
     """A benchmark of a study: a task that is scored after the search.
 
-    `facts` describes its data and metric, and `task` is the task that scores the samples. `trials` has the rules that
-    choose the trials that are scored. `attack` is a search for the prompt template with the worst metric; None without
-    an attack. `judge` is the LLM judge of the completions; None without a judge.
+    - `facts`: the name, the data, the metric and the range of values
+    - `task`: how samples are scored
+    - `trials`: the rules that choose the trials to score
+    - `attack`: a search for the prompt template with the worst metric; None without an attack
+    - `judge`: an LLM that rates the completions; None without a judge
     """
 
     facts: BenchmarkFacts
@@ -85,7 +87,8 @@ class RefinementPlan:
     def most_samples(self, num_scored: int) -> int:
         """The most samples that the whole refinement takes, for its gradients and for scoring the refined trials.
 
-        `num_scored` is the number of samples on which each refined trial is scored.
+        The refinement improves coefficients of trials by gradient descent, after the search. `num_scored` is the number
+        of samples on which each refined trial is scored.
         """
         batch = max(self.options.batch, len(self.num_samples))
         charged = self.options.steps * GradientRequest.charge + LossesRequest.charge

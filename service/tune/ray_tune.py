@@ -286,7 +286,7 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
         return str(FIFOScheduler.STOP) if done else self._next(trial)
 
     def _next(self, trial: Any) -> str:
-        """Tune's next action after a result of `trial`: score more samples, or wait because the run must end."""
+        """Tune's next action after a result of `trial`: CONTINUE, or NOOP (wait) if the run must end."""
         if not self._interrupt.is_requested:
             return str(FIFOScheduler.CONTINUE)
         self._interrupt.held.add(trial.trial_id)
@@ -318,10 +318,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 
 
 class _IdleActors:
-    """Rule by which a Tune `controller` assigns idle trial actors to trials; trials without an actor come first.
+    """Rule by which a Tune `controller` gives idle trial actors to trials.
 
-    A trial whose own actor is still starting gets an idle actor only if that actor has been idle for IDLE_S seconds.
-    After this time either no new trial needs the idle actor, or the starting actor has no CPU to start on.
+    Trials that have no actor yet come first. A trial whose own actor is still starting gets an idle actor only after
+    that actor has been idle for IDLE_S seconds.
     """
 
     def __init__(self, controller: Any) -> None:

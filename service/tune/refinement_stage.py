@@ -1,9 +1,10 @@
-"""The refinement stage: after the search, it learns coefficients for the front's layer paths by gradient descent.
+"""The refinement stage: after the search, it improves coefficients of the Pareto front's trials by gradient descent.
 
 The refinement is the upper level of HM3's bilevel problem ("HM3: Hierarchical Multi-Objective Model Merging for
-Pretrained Models", equations 1b and 2), for paths that the lower level has found. Each path is refined for one
-preference vector: the vector for which the path's outcome is nearest to the best outcome of all refined paths. The
-descent begins at the path's own coefficients, and its end is scored as a trial like any other.
+Pretrained Models", equations 1b and 2), for layer paths (sequences of layers) that the lower level has found. Each path
+is refined for one preference vector (weights of the objectives): the vector for which the path's outcome is nearest to
+the best outcome of all refined paths. The descent begins at the path's own coefficients, and its end is scored as a
+trial like any other.
 
 Everything is stored before it is used: first the choice of the paths, then every step of a descent, then the trial.
 Therefore a study that is killed continues at the next step. The first stored choice ends the search for good.
@@ -97,7 +98,10 @@ class _Path:
 
 
 def _refined_label(number: int, *, path: int) -> str:
-    """The label of the trial `number`, which refines the coefficients of the layer path of the trial `path`."""
+    """The label of a trial of the refinement, such as "trial 40, refined from trial 31".
+
+    The trial `number` has the layer path of the trial `path`, with refined coefficients.
+    """
     return f"trial {number}, refined from trial {path}"
 
 
@@ -115,8 +119,7 @@ class RefinementStage:
     - `charge`: counts the samples of a step against the limit
     - `add`: stores a new trial
     - `is_out_of_budget`: returns the limit of the study that is exhausted, or None
-    - `observer`: called with a word for the event that has just happened or follows next, so that tests can stop the
-      process there
+    - `observer`: called with "refine" or "refined" at certain points, so that tests can stop the process there
     """
 
     def __init__(
@@ -174,9 +177,10 @@ class RefinementStage:
         self._is_stopped = True
 
     def start(self) -> bool:
-        """Choose and store the layer paths (sequences of layers) to refine, after the end of the search.
+        """Choose and store the layer paths (sequences of layers) whose coefficients this stage will improve.
 
-        Returns False if there is nothing to start: the study refines nothing, or the paths are chosen already.
+        The search must have ended. Returns False if there is nothing to start: the study has no refinement, or the
+        paths are chosen already.
         """
         plan = self._plan.refinement
         if plan is None or self.is_started or self._is_stopped:
@@ -221,7 +225,7 @@ class RefinementStage:
         return False
 
     def _next(self) -> int | None:
-        """The index of the next layer path (sequence of layers) to refine, or None if all paths are refined."""
+        """The index of the next layer path (sequence of layers) to improve by gradients; None if all are done."""
         if self._is_stopped:
             return None
         for index in range(len(self._paths or ())):
@@ -299,9 +303,8 @@ class RefinementStage:
 
         A layer path is the sequence of layers of a merge. `plan` has the number of paths and the preference vectors
         (weights of the objectives). The outcome of a path for a vector is minus the sum of its costs, weighted by the
-        vector. The loss of a path for a vector is the best outcome of all chosen paths minus the path's own outcome.
-        Each path gets the vector for which this loss is least. If several vectors are equally good, the path gets the
-        first of them.
+        vector. Each path gets the vector for which its outcome is nearest to the best outcome of all chosen paths;
+        among equally good vectors, the first.
         """
         trials = tuple(self._trials.values())
         found = best_of_front(trials, self._plan.objectives, most=plan.options.paths, origin=Origin.SEARCH)

@@ -2,8 +2,8 @@
 
 Each sample that is scored in the search, also for a baseline, counts as one. A step of the searcher, such as a
 gradient, counts as the number of samples that its request states (property `num_charged`). Samples of the held-out
-stage and of the verification are not counted. The search does not use the samples that the refinement of its front may
-take.
+stage and of the verification are not counted. The search leaves unused the samples that the refinement (gradient
+descent on coefficients, after the search) may take.
 
 No trial or step starts that could exceed the limit. A trial starts if the limit still allows it when all earlier trials
 have ended. Therefore the decision is the same with any number of replicas and after any interruption. If the limit
@@ -49,8 +49,8 @@ class SampleLimit:
 
         If `num_charged` is 0, the question is about the trial. Otherwise the question is about a computation, such as a
         gradient, that counts as `num_charged` samples. The worst case is the sum of four numbers of samples: the
-        samples used so far, the samples kept for the refinement, the most samples that existing trials can still take,
-        and the most samples that the new trial and the computation can take.
+        samples used so far, the samples kept for the refinement (gradient descent after the search), the most samples
+        that existing trials can still take, and the most samples that the new trial and the computation can take.
 
         - True: the worst case is within the limit.
         - None: the worst case is not within the limit, but evaluations are left, which may use fewer samples.

@@ -124,4 +124,4 @@ class EvaluationTrainable(tune.Trainable):
         """Do nothing when Tune asks for a checkpoint, because all scored samples are in the database."""
 
     def load_checkpoint(self, checkpoint: Any) -> None:
-        """Do nothing when Tune restores a checkpoint, because a restarted evaluation has only unstored samples."""
+        """Do nothing when Tune restores a checkpoint, because a restarted evaluation leaves out all stored samples."""

@@ -79,7 +79,7 @@ class _Assets(StaticFiles):
 
 
 class _PageRoute(Route):
-    """Route of every path that is not reserved, for requests that accept HTML."""
+    """Route that answers requests for HTML with the web page, at every path that does not belong to the API."""
 
     def __init__(self, index: Path) -> None:
         async def page(request: Request) -> HTMLResponse:
@@ -98,16 +98,16 @@ def _is_for_page(scope: Scope) -> bool:
 
 
 def _own_path(scope: Scope) -> str:
-    """Path of a request below the server's path prefix."""
+    """Path of a request without the server's path prefix."""
     path: str = scope["path"]
     return path.removeprefix(scope.get("root_path", ""))
 
 
 def _base(scope: Scope) -> str:
-    """URL of the page's root, with a slash at its end, for the links of the document at the address of a request.
+    """URL of the page's root, with a slash at its end, to which the links in the page's HTML are relative.
 
-    If the request was sent below the server's path prefix, the URL is this prefix. Otherwise the URL is relative to the
-    request's address, because a proxy may have removed a prefix that only the browser knows.
+    `scope` is the ASGI scope of the request. If the server knows its path prefix, the URL is this prefix. Otherwise the
+    URL is relative to the request's address, because a proxy may have removed a prefix that only the browser knows.
     """
     if root := scope.get("root_path", ""):
         return f"{root}/"

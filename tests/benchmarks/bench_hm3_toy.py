@@ -49,7 +49,8 @@ BENCHMARK = "hm3_toy"
 SEEDS = range(10)
 
 # For a search of thousands of episodes: larger iterations, and 2,560 episodes of exploration.
-OPTIONS = PolicyTrainingOptions(episodes=64, explored=40, exploration=0.1)
+# Version 4 of the searcher learns as version 3 does where outcomes are not discounted.
+OPTIONS = PolicyTrainingOptions(episodes=64, explored=40, exploration=0.1, version=3)
 POLICIES: Mapping[str, PolicyTrainingOptions] = {
     "policy": OPTIONS,
     "policy, `exploration: 0.03`": replace(OPTIONS, exploration=0.03),

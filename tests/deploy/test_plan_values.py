@@ -14,7 +14,19 @@ from service.studies.planning.placement import StudyPlacement
 from service.studies.planning.profiles import KINDS
 from tests.deploy.chart import STUDY, Helm
 
-PLACEMENT = StudyPlacement((), "host", "", nodes=2, engines=1, texts=1, gpu_capacity=0, host_capacity=0, lacks=())
+PLACEMENT = StudyPlacement(
+    (),
+    "host",
+    "",
+    nodes=2,
+    engines=1,
+    texts=1,
+    gpu_capacity=0,
+    host_capacity=0,
+    lacks=(),
+    verifies_on_gpu=False,
+    num_parameters=0,
+)
 
 
 @pytest.mark.parametrize("kind", sorted(KINDS))

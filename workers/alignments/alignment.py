@@ -11,9 +11,10 @@ layers of different models.
 If layers have scales, engines and transformers compute with g = h / c, where c is the product of the scales so far
 (module `workers.merging.residual_scales`). The projection of g is W g + b / c: only the shift is divided by c.
 
-The weights of an ordinary checkpoint cannot contain an alignment: a norm divides by the length of its input, and W and
-a change this length in a way that depends on h. Therefore the function `residual_scales.branch_factors` refuses
-alignments, and exports contain a separate model class (module `workers.alignments.export`).
+The weights of an ordinary checkpoint cannot contain an alignment: a norm divides by the length of its input, and
+multiplication by W or a changes this length by a factor that depends on h. Therefore the function
+`residual_scales.branch_factors` refuses alignments, and exports contain a separate model class (module
+`workers.alignments.export`).
 """
 
 from __future__ import annotations

@@ -142,11 +142,10 @@ def fit_moments(x_ND: Tensor, y_ND: Tensor, *, first: tuple[Tensor, Tensor] | No
     Rows of `x_ND` and `y_ND` are tokens, columns are the channels of the residual stream. A channel of x that is nearly
     constant is only shifted.
 
-    `first` is a pair of the activations, in x and in y, of the first tokens of texts, each [texts, channels]. These
-    tokens are not among the rows. In some channels their activations are outliers in both x and y. For such a channel,
-    scale and shift map two means of x to the same two means of y: the mean over the rows, and the mean over the first
-    tokens. Then the variance of the mapped channel may differ from the variance in y. With `first` None, no channel is
-    treated in this way.
+    `first` has, for x and for y, the activations [texts, channels] of the first tokens of texts; these tokens are not
+    among the rows. In some channels the first tokens are outliers in both x and y. Such a channel gets the straight
+    line that maps the mean of the rows of x to that of y, and the mean of the first tokens of x to that of y; the
+    variance may then differ. With `first` None, no channel is treated in this way.
     """
     _check(x_ND, y_ND)
     x, y = x_ND.float(), y_ND.float()

@@ -5,9 +5,10 @@ checkpoint with
 
     AutoModelForCausalLM.from_pretrained(directory, trust_remote_code=True)
 
-The alignment before layer t maps the layer's input, h, to W h + b (a projection) or a * h + b (a scale for each
+The alignment before layer t maps the layer's input, h, to W h + f b (a projection) or a * h + f b (a number for each
 channel); b is optional. The field `alignments` of the configuration is keyed by the number of the layer. A value has
-the names of the alignment's tensors, and the `factor` of b. This factor is 1 unless the layers' outputs have scales.
+the names of the alignment's tensors, and `factor`, the number f. It differs from 1 only in merges that multiply the
+outputs of earlier layers by numbers.
 
 The configuration has a separate model type, so that transformers does not load it as a model without alignments.
 """

@@ -1,7 +1,8 @@
 """Cache of learned alignments: the alignment of each pair of layers is learned only once.
 
-An alignment is a function of the two layers' weights, the texts and the kind. Therefore all studies and paths that need
-the alignment of a pair use the same alignment. Recipes name it by the sha256 of its file.
+An alignment depends only on the weights of the two layers, on the texts from which it is learned, and on its kind.
+Therefore all studies and paths that need the alignment of a pair use the same alignment. Recipes name it by the sha256
+of its file.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ class AlignmentInputs:
     - `family`: the base model and the experts that are merged
     - `pool`: the models whose layers may be joined by alignments, keyed by name; a model is given by the recipe of a
       merge of `family`
-    - `tasks`: the task of each objective, whose prompts are the texts
+    - `tasks`: the task of each objective; alignments are learned on prompts of these tasks
     - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
     - `options`: the engine's options, on which prompts depend
     - `kind`: the kind of alignment, "moments" or "mlp"

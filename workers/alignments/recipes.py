@@ -37,7 +37,7 @@ def alignments_before(recipe: Recipe) -> tuple[str | None, ...]:
     """The digest of the alignment before each layer of a recipe, or None if the layer has none.
 
     An alignment is a map of the residual stream between two layers. Raises InvalidRecipe, with the layer's index, for
-    an alignment after the last layer, and for an alignment between two layers that follow each other in their own
+    an alignment after the last layer, and for one between two layers that already follow each other in the source
     models.
     """
     layers = recipe.canonical().layers

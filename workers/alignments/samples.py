@@ -1,6 +1,6 @@
-"""Prompts for learning alignments, and the search samples that have these prompts.
+"""The search samples from which alignments are learned, and the prompts of these samples.
 
-The first tenth of the search samples is used, as in HM3.
+The samples are the first tenth of the search samples, as in HM3.
 """
 
 from __future__ import annotations

@@ -9,7 +9,7 @@
 - `task_loading`: limits on what lm-eval may read and run while it builds a task
 - `prompts`: tokenization, and the requests that a backend answers
 - `metrics`: lm-eval's filters and metrics, applied to answers
-- `shipped_tasks`: the tasks of the task pack with their facts; the download of data
+- `shipped_tasks`: the tasks that this project ships, with facts about them; the download of data
 - `sample_metrics`: metrics of single answers that lm-eval does not have: chrF, ROUGE-L, SARI and others
 - `metric_process`: metrics in a separate process, because metrics that set timers need a main thread
 - `confined_task`: tasks with their own Python functions, each in a confined process

@@ -1,4 +1,4 @@
-"""Sandbox by bubblewrap: a process runs in separate namespaces, without other files, processes and networks.
+"""Sandbox by bubblewrap: a process runs in separate namespaces, where it sees only the files that it needs.
 
 The program `bwrap` must be installed (Debian: the package bubblewrap), version 0.8 or newer, and the system must let
 users create namespaces. Within the namespaces, the filter of system calls and the limits of the module `confinement`
@@ -64,7 +64,7 @@ class Bubblewrap(Confinement):
 
     There are separate namespaces for users, processes, network, mounts, IPC, host name and control groups. The process
     finds its readable files at their usual places and no other files; /proc is absent. `program` is the path of bwrap,
-    and `version` is its name and version.
+    and `version` is the text that it prints with --version.
 
     `user` is the number of the user, and of the group, to which the process switches in the method `apply`; with None,
     it does not switch. Only a process that root started can switch. A process that switches has no namespace of users.
@@ -77,10 +77,11 @@ class Bubblewrap(Confinement):
     filters_system_calls: ClassVar[bool] = True  # False only in tests of bwrap alone
 
     def command(self, command: Sequence[str], environment: Mapping[str, str]) -> tuple[list[str], dict[str, str]]:
-        """Command line and environment of bwrap, which starts the process `command` with `environment` in the sandbox.
+        """Command line and environment for starting bwrap, which starts the process `command` in the sandbox.
 
-        The returned environment is empty, because programs may read the environment of the namespace's first process,
-        which is bwrap. Raises ConfinementUnavailable if bwrap is not installed.
+        The arguments of bwrap set the variables of `environment` for the process. The returned environment of bwrap
+        itself is empty, because programs in the sandbox may be able to read it. Raises ConfinementUnavailable if bwrap
+        is not installed.
         """
         if not self.program:
             raise ConfinementUnavailable("there is no program bwrap (Debian: the package bubblewrap)")

@@ -33,11 +33,12 @@ class Subtask:
     - `task`: lm-eval's object, or None if it exists only in the sandboxed process that runs the task's own code
     - `filter`: the name of the lm-eval filter whose results are used; `filters` has the names of all filters of the
       task
-    - `prefix`: the text with which the task itself begins the answer
+    - `prefix`: the beginning of the answer, which the task gives to the model at the end of the prompt (`gen_prefix`)
     - `delimiter`: the text between a prompt and its answer
     - `template`: the Jinja template of the prompts, or "" if they come from a function or a column of the data
     - `options`: the answer options, if all samples have the same options
-    - `categories`: the names of the inner groups that the subtask belongs to, such as `mmlu_stem`
+    - `categories`: if the study's task is a group of tasks, the names of the groups within it that contain the subtask,
+      such as `mmlu_stem`
     """
 
     name: str
@@ -57,8 +58,8 @@ class Subtask:
         """The text that lm-eval puts between prompt and answer: the task's delimiter, or "".
 
         `has_template` says whether the prompt is rendered by a chat template. Without a chat template, the result is
-        the delimiter. With a chat template, the result is usually "". The exception is a task that itself begins the
-        answer with a text (field `prefix`) that does not end in white space: the result is then the delimiter.
+        the delimiter. With a chat template, the result is "", except after a `prefix` that does not end in white space:
+        then it is the delimiter as well.
         """
         if has_template and not (self.prefix and not self.prefix[-1:].isspace()):
             return ""
@@ -222,8 +223,8 @@ def permutation(sizes: Mapping[str, int], *, seed: int) -> tuple[tuple[int, int]
 def documents_of(task: BuiltTask, settings: PromptSettings) -> tuple[tuple[Document, ...], ...]:
     """The documents of each subtask (lm-eval task) of a task with their requests, in the order of the data.
 
-    `settings` are the settings with which prompts are built. For a task that runs code in a sandboxed process, the
-    documents come from this process.
+    `settings` are the settings with which prompts are built. If the task has a sandboxed process (field `code`), the
+    documents come from `code`.
     """
     if task.code is not None:
         return task.code.documents(settings)

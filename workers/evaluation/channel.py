@@ -1,7 +1,8 @@
 """Messages between two processes over a connected socket, with limits of time and size.
 
-A message on the socket is the length, in 8 bytes, followed by the content. An untrusted process can neither keep its
-partner waiting nor fill its memory, because calls have time limits and a message has at most MAX_MESSAGE bytes.
+A message on the socket is the length, in 8 bytes, followed by the content. If one of the processes is untrusted, it can
+neither keep the other one waiting nor fill the other one's memory, because calls have time limits and a message has at
+most MAX_MESSAGE bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Evaluation tasks that have their own Python functions, each built and scored in a confined process (a sandbox).
 
-The confined process reads the task's files, the packages and the libraries of the system, and the data that this
-process has loaded for it. The process writes only below a separate temporary directory. The module `confinement` lists
-all restrictions. The confined process sends JSON, which is checked here.
+The confined process can read the task's files, the installed packages, the libraries of the system, and the task's
+data, which the parent process loads and passes on. It can write only below a temporary directory of its own. The module
+`confinement` lists all restrictions. The confined process replies in JSON, and the parent process checks each reply.
 """
 
 from __future__ import annotations
@@ -217,9 +217,9 @@ class ConfinedTask(TaskProcess):
     def _answer(self, question: Mapping[str, Any]) -> object:
         """Answer a question of the sandboxed process: render chat messages, or execute programs.
 
-        The process has no tokenizer and may start no processes, so it asks this process. The question has the key
-        "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs. Returns
-        the rendered text, or the outcomes of the programs.
+        The sandboxed process has no tokenizer and may start no processes, so it asks its parent. The question has the
+        key "render", with (messages, whether a prompt for the answer is added), or "execute", with the programs.
+        Returns the rendered text, or the outcomes of the programs.
         """
         if "execute" in question:
             return self._execute([_text(program) for program in question["execute"]], question.get("cpu_s"))

@@ -82,10 +82,10 @@ class Confinement(ABC):
         return code
 
     def of_program(self, number: int) -> Self:
-        """Sandbox for the next program of the calling process; in this class, the same sandbox serves every program.
+        """Sandbox for the next program that the calling process starts; here, the same sandbox for every program.
 
-        A subclass may run each program as a different user. `number` is the number of programs that the calling process
-        has started before.
+        A subclass may run each program as a different user, which follows from `number`, the number of programs that
+        the calling process has started before.
         """
         return self
 

@@ -39,7 +39,10 @@ def data_dir() -> Path | None:
 
 
 def local_copy(path: str) -> Path | None:
-    """Directory with the user's own copy of the data set `path` (owner/name); None if there is none."""
+    """The user's own copy of the data set `path` (owner/name), as a directory; None if there is none.
+
+    It is the subdirectory `path` of the directory that the function `data_dir` returns.
+    """
     root = data_dir()
     if root is None or os.path.isabs(path) or ".." in Path(path).parts:
         return None

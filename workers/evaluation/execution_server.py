@@ -42,7 +42,7 @@ class ExecutionStart:
     """First message to the process that executes programs.
 
     `confinement` is the sandbox of each program, and `num_parallel` is the number of programs that run at a time. A
-    program is ended after `wall_factor` times its limit of processor time.
+    program whose limit of processor time is t seconds is ended after `wall_factor` x t seconds of real time.
     """
 
     confinement: Confinement

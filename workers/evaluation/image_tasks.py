@@ -113,7 +113,8 @@ class ImageSet:
     The images of a folder are in the order of their names; the images of a JSONL file or data set are in the order of
     its rows. `classes` has the names of the classes; None if labels are the indices of a head's outputs. `is_ordered`
     says whether classes are in the order of the head's outputs. `where` is the folder, file or data set, for messages.
-    A data set has `rows` with the images in `column`; `state` is then equal for equal rows, or None if it is unknown.
+    The images of a hub data set are in the column `column` of its `rows`. `state` is a value that changes when the rows
+    change, for caching; None if it is unknown.
     """
 
     samples: tuple[ImageSample, ...]
@@ -476,7 +477,7 @@ def _of_folder(folder: Path, stated: tuple[str, ...] | None, access: FileAccess 
 def _entries(folder: Path) -> list[Path]:
     """Files and directories in `folder` whose names do not begin with a dot, in the order of their names.
 
-    Raises InvalidTask if the folder cannot be read, or a name is not UTF-8, in which results are stored.
+    Raises InvalidTask if the folder cannot be read, or a name is not valid UTF-8.
     """
     try:
         found = sorted(each for each in folder.iterdir() if not each.name.startswith("."))
@@ -488,7 +489,7 @@ def _entries(folder: Path) -> list[Path]:
 
 
 def _is_text(name: str) -> bool:
-    """Whether `name` can be written in UTF-8, and contains no null character, as paths of files do not."""
+    """Whether `name` can be stored as a path: it can be written in UTF-8, and contains no null character."""
     try:
         return b"\0" not in name.encode()
     except UnicodeEncodeError:
@@ -603,9 +604,10 @@ def _of_data_set(
 
 
 def _state_of(rows: Any, column: str) -> Hashable | None:
-    """What determines the images in a `column` of a data set: its fingerprint, and the state of its files.
+    """A value that changes when the images in a column of a data set change, for caching; None if unknown.
 
-    The result is None if the data set is in no files.
+    It consists of the data set's fingerprint, the column, and the times and sizes of the data set's files. It is
+    unknown if the data set was not read from files.
     """
     try:
         files = [(file["filename"], os.stat(file["filename"])) for file in rows.cache_files]
@@ -617,7 +619,11 @@ def _state_of(rows: Any, column: str) -> Hashable | None:
 
 
 def _row(line: bytes, task: Mapping[str, Any], *, where: str) -> tuple[str, int | str | None]:
-    """Path of the image, and label, in a line of a JSONL file; the label is None if the line does not state one."""
+    """Parse a line of a JSONL file, and return (path of the image, label); the label is None if the line has none.
+
+    `task` may name the keys of the path and the label in the line. `where` names the file and line in messages. Raises
+    InvalidTask if the line is malformed.
+    """
     try:
         document = json.loads(line)
     except (ValueError, RecursionError) as error:
@@ -657,7 +663,7 @@ def check_decodable(images: ImageSet) -> None:
 
 
 def check_sizes(images: ImageSet, size: int) -> None:
-    """Check that every image has `size` x `size` pixels. Raises InvalidTask, with the names of other images."""
+    """Raise InvalidTask if an image has not `size` x `size` pixels; the message names such images."""
 
     def problem(sample: ImageSample) -> str | None:
         image = decoded(images.read(sample), str(sample.file))
@@ -672,7 +678,10 @@ def check_sizes(images: ImageSet, size: int) -> None:
 
 
 def _raise_first(images: ImageSet, problem: Callable[[ImageSample], str | None]) -> None:
-    """Raise InvalidTask with the texts that `problem` returns for the first images, if it returns one for any."""
+    """Raise InvalidTask if some images have a problem; the message describes the first three of them.
+
+    `problem` returns the description of an image's problem, or None if the image has none.
+    """
     with ThreadPoolExecutor(NUM_THREADS) as threads:
         broken = [text for text in threads.map(problem, images.samples) if text is not None]
     if broken:

@@ -97,20 +97,21 @@ def _rendered(template: jinja2.Template, row: InlineRow, completion: str, *, whe
 class RowTemplates:
     """Jinja templates that render the prompt and the answer from the fields of a JSONL line.
 
-    `templates` has the templates under the keys "prompt" and "answer". A null field is written as None, or refused if
-    `refuse_null` is true. Error messages begin with `where`, such as the file's name, and call the answer
-    `answer_name`. Raises InvalidTask for an invalid template.
+    `templates` has the templates under the keys "prompt" and "answer". A value that is null, a list or an object is
+    written as a Python expression; with `only_text`, such a value is an error. In error messages, `where` says where
+    the templates come from, and `answer_name` is the name of the answer's template. Raises InvalidTask for an invalid
+    template.
     """
 
     def __init__(
-        self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", refuse_null: bool = False
+        self, templates: Mapping[str, str], *, where: str, answer_name: str = "answer", only_text: bool = False
     ) -> None:
         self._templates = templates
         self._names = {"answer": answer_name}
         self._compiled = {}
         environment = _environment()
-        if refuse_null:
-            environment.finalize = _not_null
+        if only_text:
+            environment.finalize = _as_text
         for key, text in templates.items():
             try:
                 self._compiled[key] = environment.from_string(text)
@@ -133,10 +134,8 @@ class RowTemplates:
                     f"{where}: {self._of(key)}: {_undefined(text, fields)}; "
                     f"fields here are {', '.join(sorted(map(str, fields))) or 'none'}"
                 ) from error
-            except _NullError as error:
-                raise InvalidTask(
-                    f"{where}: {self._of(key)}: a value is null; give text, or leave the line out"
-                ) from error
+            except _NoTextError as error:
+                raise InvalidTask(f"{where}: {self._of(key)}: a value is {error}") from error
             except MemoryError:
                 raise
             except Exception as error:  # a template is code; only the class is shown: the message may quote the file
@@ -150,13 +149,20 @@ class RowTemplates:
         return f"{self._names.get(key, key)} template {self._templates[key]!r}"
 
 
-class _NullError(ValueError):
-    """Raised when a template uses a field with the value null although it refuses nulls."""
+class _NoTextError(ValueError):
+    """Raised when an expression in a template has a value that is not text (null, a list or an object)."""
 
 
-def _not_null(value: Any) -> Any:
+def _as_text(value: Any) -> Any:
+    """Return a template's value, unless it is null, a list or an object, which Jinja would write as Python code.
+
+    Raises _NoTextError for such a value.
+    """
     if value is None:
-        raise _NullError
+        raise _NoTextError("null; give text, or leave the line out")
+    if isinstance(value, list | tuple | Mapping):
+        kind = "an object" if isinstance(value, Mapping) else "a list"
+        raise _NoTextError(f"{kind}; expected text: pick an item of it, or use a filter, such as join or tojson")
     return value
 
 
@@ -165,10 +171,9 @@ def _environment() -> SandboxedEnvironment:
 
 
 def _undefined(template: str, fields: Mapping[str, Any]) -> str:
-    """Describe, for a message, the value that `template` uses although the line of the JSONL file does not have it.
+    """Explain, for an error message, which value `template` uses although the line of the JSONL file does not have it.
 
-    `fields` is the JSON object of the line. The text does not quote values of the line, because a template could show
-    any value.
+    `fields` is the JSON object of the line. The result names a missing field, but quotes no value of the line.
     """
     environment = _environment()
     names = meta.find_undeclared_variables(environment.parse(template)) - environment.globals.keys() - fields.keys()

@@ -70,7 +70,7 @@ def judge_prompt(template: str, item: JudgedItem, completion: str, *, is_swapped
 
 
 def prompt_digest(prompt: str) -> str:
-    """The sha256 (hex), in UTF-8, of a prompt that asks a language model to judge an answer."""
+    """The sha256 (hex) of the text of a prompt that asks a judge (a language model) to compare answers."""
     return hashlib.sha256(prompt.encode("utf-8", "replace")).hexdigest()
 
 

@@ -32,7 +32,7 @@ def lengths_of(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = N
 
 
 def text_lengths(spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:
-    """Measure the mean numbers of tokens for one sample of the text task `spec`.
+    """Measure the mean numbers of tokens that a model reads and generates for a sample of the text task `spec`.
 
     The arguments and errors are those of the function `lengths_of`.
     """

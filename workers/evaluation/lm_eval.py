@@ -51,10 +51,10 @@ class Scored:
 
 @dataclass(frozen=True)
 class _Request:
-    """A backend's tokenized request, made from the lm-eval request `instance`.
+    """A tokenized request to a backend, and the lm-eval request `instance` from which it was made.
 
-    `is_truncated` says whether the beginning of its prompt was cut to fit the model's maximum length. `instance` is
-    never modified.
+    `is_truncated` says whether the beginning of the prompt was cut to fit the model's maximum length. `instance` must
+    not be modified.
     """
 
     instance: Any
@@ -458,10 +458,10 @@ class TaskEvaluator:
         return prepared
 
     def _forget_all_but(self, in_use: Collection[str]) -> None:
-        """Drop tokenized tasks, least recently used first, until the rest has at most MAX_KEPT_TOKENS prompt tokens.
+        """Drop tokenized tasks, least recently used first, until at most MAX_KEPT_TOKENS prompt tokens are kept.
 
-        Tasks whose digest is in `in_use` are kept. Other tasks with an attacked template (a changed prompt template)
-        are always dropped, and dropped first, because each of them is scored only once.
+        Tasks whose digest is in `in_use` are never dropped. Of the others, tasks with an attacked template (a changed
+        prompt template) are dropped first, and all of them, because each is scored only once.
         """
         kept = sum(prepared.num_tokens for prepared in self._prepared.values())
         unused = [digest for digest in self._prepared if digest not in in_use]

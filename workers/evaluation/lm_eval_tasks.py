@@ -255,9 +255,8 @@ def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], 
     """Make an lm-eval task from `rows`, the samples of a JSONL file.
 
     `name` is the name of the lm-eval task, and `spec` is the task of the study. `task` is the study's description of
-    the JSONL task, with settings such as `max_tokens`. A greedy completion is right if it equals the whole answer,
-    apart from white space at its ends. This rule does not apply if the description has a program that tests completions
-    (module `executed_task`).
+    the JSONL task, with settings such as `max_tokens`. The metric "exact_match" compares a completion with the whole
+    answer, apart from white space at their ends.
     """
     from datasets import Dataset
     from lm_eval.api.task import ConfigurableTask
@@ -544,9 +543,9 @@ def _template_of(task: Any) -> str:
 
 
 def _use_template(task: Any, template: str, where: str) -> None:
-    """Replace the template of a task's prompts, and the template of its few-shot examples if the two are equal.
+    """Replace the template of a task's prompts; few-shot examples that use the same template get the new one as well.
 
-    `where` begins the message. Raises InvalidTask if the task's prompts come from no template.
+    Raises InvalidTask if the task's prompts come from no template; `where` is the beginning of the message.
     """
     if not _template_of(task):
         raise InvalidTask(f"{where}: its prompts come from no template, and none can be put in place of it")

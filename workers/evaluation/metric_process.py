@@ -217,8 +217,8 @@ class TaskProcess(ABC):
 class MetricProcess(TaskProcess):
     """A separate process that computes metrics of tasks without code of their own (interface `metrics.Metrics`).
 
-    The process is started at once. The process has no sandbox, and has this process's environment variables. The metric
-    of a sample may take `sample_limit_s` seconds, and building a task may take `task_limit_s` seconds.
+    The process is started at once. It has no sandbox, and has the environment variables of its parent. The metric of a
+    sample may take `sample_limit_s` seconds, and building a task may take `task_limit_s` seconds.
     """
 
     def __init__(self, *, sample_limit_s: float = SAMPLE_LIMIT_S, task_limit_s: float = TASK_LIMIT_S) -> None:

@@ -126,8 +126,5 @@ def results_of(subtask: Subtask, document: Any, answers: Answers, *, metric: str
 
 
 def _text(answer: Any) -> str:
-    """Text of the completion `answer`, after lm-eval's filter has extracted the answer from it.
-
-    If the filter gives several texts, the result is the first text.
-    """
+    """Text of `answer`, the result of lm-eval's filter for a completion; if the result is a list, its first text."""
     return str(answer[0]) if isinstance(answer, list) else str(answer)

@@ -176,7 +176,7 @@ def _read(text: str) -> OverlappingItems:
 
 
 def _whole(text: str) -> bytes:
-    """Digest of a text that ignores case and white space."""
+    """Digest of a text without regard to case and white space."""
     return blake2b(" ".join(text.lower().split()).encode(), digest_size=16).digest()
 
 

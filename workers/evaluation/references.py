@@ -1,7 +1,7 @@
 """References: the right answers of a task's samples, as tokens for computing a model's loss.
 
 The reference of a generating task is the task's target, after the task's prompt. For a multiple choice the model reads
-all options, as for scoring. Tasks without references are found without a tokenizer.
+all options, as for scoring. Whether a task has references can be checked without a tokenizer.
 """
 
 from __future__ import annotations

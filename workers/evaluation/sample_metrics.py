@@ -119,10 +119,11 @@ def _sari_of(
 
 
 def _share(right: Counter[str], made: Counter[str]) -> float:
-    """Precision of the n-grams that a text has kept or deleted: the mean, over distinct n-grams, of the right share.
+    """Precision of the n-grams that a text has kept or deleted, from 0 to 1, as SARI defines it.
 
-    `made` has the count of each n-gram that was kept (or deleted), and `right` has the part of this count that agrees
-    with the references. The result is 1 if there are no n-grams.
+    `made` has the number of times that each n-gram was kept (or deleted), and `right` has the part of this number that
+    agrees with the references. The result is the mean of right / made over the distinct n-grams, and 1 if there are
+    none.
     """
     return _ratio(sum(right[gram] / count for gram, count in made.items()), len(made))
 

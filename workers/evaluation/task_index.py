@@ -1,8 +1,7 @@
 """Index of the evaluation tasks that have a name: tasks of lm-eval, and tasks shipped with this project.
 
 Building lm-eval's index parses 14,000 YAML files, and takes 10 to 70 s. Therefore the index is cached for each version
-of lm-eval. A cached index is replaced as a whole. If several processes need the index, one process builds it while the
-other processes wait.
+of lm-eval. If several processes need the index, one process builds it while the other processes wait.
 """
 
 from __future__ import annotations
@@ -139,8 +138,8 @@ def _loaded_index() -> Mapping[str, Any]:
 def _lm_eval_index(directory: Path) -> dict[str, Any]:
     """The index of lm-eval's tasks in `directory`: lm-eval's object `Entry` for each name.
 
-    The index is built once for each installed content of lm-eval, and then read from the cache. If the installation
-    does not list its files, each call builds the index.
+    The index is cached, and built anew if the installed files of lm-eval have changed. If the installation does not
+    list its files, each call builds the index.
     """
     from lm_eval.tasks._index import TaskIndex
 

@@ -58,7 +58,8 @@ class Recording:
     """Record of the directories and data of tasks, made by the context manager `recorded_loading`.
 
     `directories` are the directories of all YAML files that were read. `datasets` has the data of each task, as
-    `datasets.load_dataset` returned them; a key stands for the arguments of the call (function `data_key`).
+    `datasets.load_dataset` returned them; its keys are those that the function `data_key` makes from the arguments of
+    the call.
     """
 
     directories: set[Path] = field(default_factory=set)
@@ -130,9 +131,9 @@ def recorded_loading(recording: Recording, directory: Path | None, access: FileA
 def confined_loading(directory: Path | None, data: Mapping[str, Any]) -> Iterator[None]:
     """Context manager in which lm-eval builds tasks with their own Python functions, in a sandboxed process.
 
-    `data` has the data sets that another process has loaded (field `Recording.datasets`), because this process cannot
-    load data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is the
-    current directory inside the context; None does not change it.
+    `data` has the data sets that another process has loaded (field `Recording.datasets`), because a sandboxed process
+    cannot load data itself. Inside the context, a task that needs another data set raises InvalidTask. `directory` is
+    the current directory inside the context; None does not change it.
     """
     import datasets
     import lm_eval.api.task
@@ -279,9 +280,9 @@ def _function_guard(access: FileAccess | None, *, name: Callable[[str], Any] | N
     """Make a replacement of lm-eval's `_import_func_in_yml(function, directory)` that imports no code.
 
     lm-eval calls this function for each Python function (`!function`) that a YAML file in `directory` names. The
-    replacement raises InvalidTask if code in the directory must not run: `access` says which directories are trusted,
-    and None trusts all directories. The directories of shipped tasks are always trusted. For a trusted directory, the
-    replacement raises OwnCode, or, if `name` is given, returns what `name` returns for the function's name.
+    replacement raises InvalidTask if `access` does not trust the directory. Without `access` all directories are
+    trusted, and directories of shipped tasks always are. For a trusted directory the replacement raises OwnCode, which
+    tells the caller to build the task in a sandbox; or, if `name` is given, it returns `name(function)`.
     """
 
     def guarded(function: str, directory: Path) -> Any:

@@ -40,7 +40,7 @@ class TaskReader(Protocol):
         ...
 
     def items(self, spec: TaskSpec) -> Iterator[Item]:
-        """Yield the task's samples as items, in the data's order; overlaps between tasks are found by their items."""
+        """Yield the task's samples as items (texts or hashes of images), by which overlaps between tasks are found."""
         ...
 
     def lengths(self, spec: TaskSpec, prompts: Prompts, *, cache: str | Path | None = None) -> Lengths:

@@ -1,7 +1,7 @@
 """Unmerged parts of an exported image model: its classification heads, or all parts of CLIP except the vision tower.
 
-The checkpoint of a classifier has one head; a folder beside it has the heads of all tasks. The checkpoint of a whole
-CLIP model has the text tower, the projections and the logit scale of the base.
+The checkpoint of a classifier has the head of one task, which transformers loads; a folder beside it has the heads of
+all tasks. The checkpoint of a whole CLIP model has the text tower, the projections and the logit scale of the base.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class ExportedHeads:
         return self.tensors[self.main]
 
     def write(self, directory: Path) -> None:
-        """Write a file for each head, and a list of the heads, to the export in `directory`."""
+        """Write each task's classification head to a file of its own in the export `directory`, and a list of them."""
         place = directory / HEADS_DIR
         place.mkdir(exist_ok=True)
         for alias, tensors in self.tensors.items():
@@ -122,8 +122,8 @@ def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
     """Unmerged parts of an export, such as classification heads; None for language models and encoders without heads.
 
     If the base is a whole CLIP model, the parts are all its tensors outside the vision tower. Otherwise the parts are
-    the heads of the models in `bank`. The main head is the base's head or, if the base has no head, the head of the
-    first expert with a head. Tensors have the dtype `dtype`.
+    the heads of the models in `bank`. The checkpoint itself gets one of them (the main head): the base's or, if the
+    base has no head, that of the first expert with a head. Tensors have the dtype `dtype`.
     """
     checkpoints = bank.sources.checkpoints
     base = checkpoints[bank.sources.base_alias]
@@ -141,9 +141,10 @@ def unmerged_parts(bank: Bank, dtype: torch.dtype) -> UnmergedParts | None:
 
 
 def _of_head(head: TaskHead, checkpoint: Checkpoint) -> dict[str, Any]:
-    """The fields of config.json that describe a head of a model, and replace those of the base.
+    """The fields of config.json that describe a classification head, in place of those of the base.
 
-    The model `checkpoint` may state none, if it is an adapter or its classes have no names.
+    `checkpoint` is the model that the head is from. Fields that its configuration does not state are made from the
+    head: an adapter has only its base's configuration, and classes may have no names.
     """
     from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING_NAMES
 

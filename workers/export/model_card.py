@@ -189,10 +189,10 @@ def _recipe_document(directory: Path) -> dict[str, Any] | None:
 
 
 def _merge_name(directory: Path) -> str | None:
-    """Name of a source model in a model card, if the source is itself an export; None if `directory` is no export.
+    """Name of a source model in a model card, made from its recipe if it is itself an export; otherwise None.
 
-    The name consists of the digest and the models of the source's recipe and, if it is known, the study that found the
-    recipe.
+    `directory` is the source's directory. The name has the recipe's digest and models and, if it is known, the study
+    that found the recipe.
     """
     document = _recipe_document(directory)
     if document is None:
@@ -217,9 +217,9 @@ def _described(merge: Merge, index: int | None = None, length: int = 1) -> tuple
     """The method, sources and coefficients of a merge as texts, for a row in the recipe's table.
 
     The row is for `length` adjacent layers of the merged model, of which the first has the index `index`. `merge` is
-    the merge of the first layer; the other layers are merged in the same way from later layers of the sources. `index`
-    is None outside layers. The text of the sources names a source's layers only if their numbers differ from the
-    numbers of the merged layers.
+    the merge of the first layer; the other layers are merged in the same way from the next layers of the sources.
+    `index` is None outside layers. The text of the sources names a source's layers only if their numbers differ from
+    the numbers of the merged layers.
     """
 
     def described(source: Source) -> str:

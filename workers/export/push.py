@@ -37,7 +37,8 @@ def push(directory: str | Path, name: str, *, private: bool = False) -> Pushed:
     The repository is created if it does not exist; `private` says whether a new repository is private. Weight files of
     an earlier model in the repository are removed if this model has no files of the same names. The hub's client finds
     the user's token as for downloads (`hf auth login`, or $HF_TOKEN). Raises HubUnusable if the hub refuses the upload
-    or cannot be reached, and if the repository has files but no export.
+    or cannot be reached. It is also raised if the repository has files of which none is an export, so that other
+    content is not overwritten.
     """
     from huggingface_hub import HfApi, constants
 

@@ -112,10 +112,10 @@ def check_quantisable(checkpoint: str | Path, *, scheme: str) -> None:
 
 
 def _chosen(checkpoint: Path, name: str) -> tuple[dict[str, tuple[int, int]], QuantizationScheme, int]:
-    """Look up the data for quantising a model: shapes of its linear layers, scheme of compressed-tensors, group size.
+    """The shapes of a checkpoint's linear layers, keyed by name, the scheme of quantisation, and its group size.
 
-    Shapes are keyed by the layer's name. `name` is a key of the constant `SCHEMES`. A group is the weights that share a
-    scale.
+    `name` is the scheme's key in the constant `SCHEMES`. The group size is the number of weights that share a scale, or
+    0 if all weights of a row share one.
     """
     linear = linear_layers(checkpoint)
     return linear, *_scheme(name, linear.values(), checkpoint)
@@ -142,7 +142,7 @@ class _Sizes:
 
 
 def _scheme(name: str, shapes: Any, checkpoint: Path) -> tuple[QuantizationScheme, int]:
-    """Scheme of compressed-tensors for `name`, a key of the constant `SCHEMES`; number of weights that share a scale.
+    """The scheme of quantisation that `name` stands for in `SCHEMES`, and the number of weights that share a scale.
 
     The number is 0 if all weights of a row share a scale. `shapes` are the shapes (outputs, inputs) of the weights.
     `checkpoint` names the model in messages.

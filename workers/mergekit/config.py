@@ -108,8 +108,8 @@ class MergekitConfig:
     - `settings`: the parameters for the whole file
     - `module_settings`: the parameters for the file's only module, which have precedence
     - `dtype`: the dtype of the written merge, or None if the file states none
-    - `tokenizer_source`: "base", "union", a model, or None for the base
-    - `tokenizer_place`: the key in the file that names the source of the tokenizer
+    - `tokenizer_source`: "base", "union" or a model; None if the file states none, which means the base
+    - `tokenizer_place`: the key of `tokenizer_source` in the file
     - `chat_template`: the file's setting of the chat template, or None
     - `tokens`: the tokens whose embedding rows the file chooses
     - `own_tokens`: tokens listed without a source; the file requires that every model has a row for them

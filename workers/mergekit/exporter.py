@@ -2,9 +2,9 @@
 
 A configuration has one merge method. Therefore all merges of a recipe must have one method: a weighted sum of models
 (passthrough, linear, task_arithmetic, in any mixture), SLERP (with passthrough), or another method that has a
-counterpart in mergekit. Recipes that mergekit would compute differently are refused. mergekit may choose other elements
-among equal magnitudes, draws other random masks, and differs in corner cases. The functions use mergekit's
-configuration format, but not its code.
+counterpart in mergekit. Recipes that mergekit would compute differently are refused: it may choose other elements among
+equal magnitudes, draws other random masks, and differs in corner cases. The functions use mergekit's configuration
+format, but not its code.
 """
 
 from __future__ import annotations
@@ -175,8 +175,8 @@ def _names(sources: ResolvedFamily, *, has_directories: bool) -> dict[str, tuple
     """Names that a mergekit configuration gives to the models of `sources`, keyed by alias.
 
     An adapter has two names, (BASE, ADAPTER); any other model has one name. A model without a hub id is named by its
-    directory or, if `has_directories` is False, by its alias. The alias of a model that only an adapter changes is
-    ADAPTER-base.
+    directory or, if `has_directories` is False, by its alias. If the model that an adapter changes is not itself among
+    `sources`, its alias is that of the adapter with the suffix "-base".
     """
     aliases = {checkpoint.directory.resolve(): alias for alias, checkpoint in sources.checkpoints.items()}
 
@@ -324,7 +324,7 @@ def _counterpart_slice(recipe: Recipe, index: int, method: MergeMethod, layout: 
 
 
 def _pieces(recipe: Recipe, index: int, layout: Layout) -> dict[str, Merge]:
-    """List the merges that a mergekit slice states for one merged layer, by part ("piece") of the layer.
+    """The merges of one merged layer, keyed by the names of its parts ("pieces") in a mergekit file.
 
     `index` is the index of the layer in `recipe`. A piece is a component, such as "mlp". If single tensors of the
     recipe have separate merges, a piece is a tensor, by its name within the layer; `layout` has the names of the
@@ -409,7 +409,7 @@ def _weights(merge: Merge, base: str) -> dict[str, float]:
 
 
 def _path_slices(recipe: Recipe) -> list[_Slice] | None:
-    """Make one mergekit slice per layer for a recipe that copies whole layers, some of them moved or repeated.
+    """Make one mergekit slice per layer for a recipe that copies whole layers, with at least one not at its own index.
 
     Returns None for any other recipe. mergekit takes the embedding from the first layer's model, and the head from the
     last layer's model; if the recipe takes them from other models, the result is also None.

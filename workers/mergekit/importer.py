@@ -1,7 +1,7 @@
-"""Conversion of mergekit configurations to recipes that give the same tensors.
+"""Conversion of mergekit configurations to recipes of the same merges.
 
 Slices of layers, gradients (values that are interpolated over the layers of a slice) and filters on tensor names have
-mergekit's meaning. This module does not locate models. Results differ from mergekit's in three ways:
+mergekit's meaning. This module does not locate models. The merged tensors differ from mergekit's in three ways:
 
 - All arithmetic is in float32, and results are rounded once, to `out_dtype` or `dtype`.
 - Random masks are drawn by tensor name from one seed.
@@ -72,7 +72,8 @@ class _Builder:
     component's merge; tensors with another merge are listed one by one.
 
     - `aliases`: maps the models that the configuration names to their aliases in the recipe
-    - `layout`, `layouts`: the tensor names of the base, and of models with another number of layers, keyed by alias
+    - `layout`: the tensor names of the base and of all models with its number of layers; `layouts` has those of the
+      other models, keyed by alias
     - `seed`: the seed for methods with random masks
     - `problems`: the problems found so far, keyed by their place in the file, so that a problem that occurs in every
       layer is reported once
@@ -158,7 +159,7 @@ class _Builder:
         return Slice(inputs, base, slice_.settings, slice_.place)
 
     def _warn_of_parameters(self, base: str | None, inputs: Iterable[ModelInput]) -> None:
-        """Warn of parameters of the base model that mergekit reads only for other models.
+        """Warn if the file gives the base model parameters that mergekit ignores there, because only experts have them.
 
         `inputs` are the models of a slice. `base` is the base of this slice, or None if the slice has no base.
         """
@@ -177,12 +178,12 @@ class _Builder:
         return source.layers or (0, self._layouts[source.model].num_layers)
 
     def _component(self, name: str, slice_: Slice, *, offset: int | None, index: int | None, t: float) -> Merge:
-        """Find the merge of most tensors in one component, such as "mlp", of one merged layer.
+        """The merge of a component, such as "mlp", of one merged layer; if its tensors differ, the most frequent merge.
 
-        `name` is the component. `index` is the index of the merged layer, and `offset` is the layer's index within the
-        slice. `t` is the layer's relative place in the slice, from 0 to 1; parameters that vary over the slice's layers
-        are interpolated there. `index` and `offset` are None for the embedding and the head. The component's tensors
-        with other merges are added to the recipe's merges of single tensors.
+        Tensors with another merge are added to the recipe's merges of single tensors. `name` is the component. `index`
+        is the index of the layer in the merged model, and `offset` its index within the slice; both are None for the
+        embedding and the head. `t` is the layer's relative place in the slice, from 0 (first layer) to 1 (last), at
+        which parameters that vary over the slice are interpolated.
         """
         layers = [None if offset is None else self._range(source)[0] + offset for source in slice_.inputs]
         merges = {

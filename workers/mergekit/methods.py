@@ -1,4 +1,4 @@
-"""mergekit's merge methods, the methods of this project that compute the same tensors, and the conversion of merges.
+"""For each of mergekit's merge methods, the methods of this project that compute the same tensors.
 
 Several methods of this project can correspond to one method of mergekit. The flags of mergekit's method, and whether
 there is a base model, decide which of these methods is used.

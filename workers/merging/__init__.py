@@ -2,7 +2,7 @@
 
 Each module imports only modules below it:
 
-- `materialize`: the merged model of a recipe, as one stream of tensors.
+- `materialize`: computes the merged model of a recipe, one tensor after another.
 - `devices`: the device that computes each merged tensor, by the memory that its method takes.
 - `plan`: the merged model's tensors with their merges, from a recipe that is checked against a bank.
 - `bank`: the source weights of a family, held once, with the statistics computed from them.

@@ -14,6 +14,7 @@ import threading
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -232,10 +233,10 @@ class Bank:
         return found
 
     def parts(self, keys: Sequence[Key], shard: Shard) -> tuple[torch.Tensor, ...]:
-        """Read the elements of `shard` of several tensors of one shape, on the bank's device.
+        """Read several tensors of one shape, on the bank's device, for a caller that uses only the elements of `shard`.
 
         `keys` are the tensors as (alias of the model, name). If the sources are in the memory of a GPU, the results are
-        the whole tensors there, of which nothing is copied. Otherwise only the elements of the shard are copied to the
+        the whole tensors there, and nothing is copied. Otherwise only the elements of the shard are copied to the
         device, and each result has only these elements, in one dimension.
         """
         if self.placement is Placement.GPU:
@@ -372,10 +373,10 @@ class Bank:
 
         Such a merge keeps the largest elements of the task vector over all tensors of a model, so a threshold follows
         from all tensors of the model. `sources` and `base` name the tensor to trim in each model, as (alias of the
-        model, name of the tensor). The result contains an object for each source, with a threshold for each of its
-        ranks.
+        model, name of the tensor). The result contains an object for each source, with a threshold for each number in
+        `ranks`.
 
-        - `ranks`: for each source, the numbers of elements that the whole model keeps
+        - `ranks`: for each source, numbers n; the threshold of n keeps the n largest elements of the whole model
         - `masks`: for each source, the (density, seed) of a random mask of the task vector, or None for no mask
         - `stacks_experts`: whether all experts of a layer's mixture are one tensor
         - `compiles`: whether compiled kernels may be used; the result is the same with and without them
@@ -634,8 +635,8 @@ def _content_problems(sources: ResolvedFamily, stated: Family) -> tuple[str, ...
 def _placing(placement: Placement, device: torch.device, num_bytes: int) -> Callable[[torch.Tensor], torch.Tensor]:
     """Make the function that copies a stored tensor to its placement (mapped file, host memory or GPU).
 
-    For mapped files the function returns the tensor itself. For host memory it copies the tensor there, pinned if
-    `device` is a GPU. For a GPU it copies the tensor to `device`. `num_bytes` is the size of all tensors together.
+    A tensor in a mapped file is not copied. For the GPU, tensors are copied to `device`. For host memory, `num_bytes`
+    is the size of all tensors that the function will be called with, and the memory is pinned if `device` is a GPU.
     """
     if placement is Placement.MAPPED:
         return lambda tensor: tensor
@@ -679,10 +680,23 @@ def _shared(
             part(memory, info, start).copy_(checkpoint.read_stored(info))
 
     memory = shared.fill(end, write)
-    cuda: Any = torch.cuda
-    if is_pinned and (error := int(cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, end), 0))):
-        log.warning("the shared sources are not pinned (CUDA error %d): copies to the GPU take longer", error)
+    if is_pinned:
+        _pin(memory)
     return {info: part(memory, info, start) for (info, _), start in zip(infos, starts, strict=True)}
+
+
+def _pin(memory: torch.Tensor) -> None:
+    """Pin host memory (uint8) that was not allocated by PyTorch; if CUDA refuses, it stays as it is, with a warning.
+
+    CUDA keeps the error of a refused call, and PyTorch would raise the error after the next kernel, which was computed
+    correctly. Therefore a kernel is computed here, after which PyTorch raises the error and CUDA forgets it.
+    """
+    cuda: Any = torch.cuda
+    error = int(cuda.cudart().cudaHostRegister(memory.data_ptr(), max(1, memory.numel()), 0))
+    if error:
+        log.warning("the shared sources are not pinned (CUDA error %d): copies to the GPU take longer", error)
+        with suppress(RuntimeError):
+            torch.ones(1, device="cuda")
 
 
 class _HostMemory:

@@ -34,9 +34,9 @@ RANK_BYTES = 4
 def bank_for(
     tensor: MergedTensor, plan: TensorPlan, bank: Bank, dtype: torch.dtype, num_elements: int | None = None
 ) -> Bank:
-    """Choose the bank (the source weights in memory) that computes one merged tensor.
+    """Choose the device for computing one merged tensor, and return the bank (the source weights) with this device.
 
-    The result is `bank` itself, which computes on its device, or its copy that computes on the CPU. The CPU is used if
+    The result is `bank` itself, or a bank that has the same weights and computes on the CPU. The CPU is used if
     computing `tensor`, one of the merged tensors that `plan` lists, takes more memory (function `peak_bytes`) than the
     bank's device has for merging (attribute `Bank.room_bytes`). `dtype` is the dtype of the result. `num_elements` is
     the number of elements that are computed, if a kernel computes only a part of the tensor; None means all elements.

@@ -60,8 +60,8 @@ def key_words(key: int) -> tuple[int, int]:
 def threshold(probability: float) -> int:
     """Hash limit of a random mask: an element is kept, with the probability `probability`, if its hash is smaller.
 
-    Hashes are in [0, 2^32), so the number is floor(probability * 2^32). The number is exact for a probability with at
-    most six decimals.
+    Hashes are in [0, 2^32), so the limit is floor(probability * 2^32). It is exact for a probability with at most six
+    decimals.
     """
     scale: int = 10**COEFFICIENT_DECIMALS
     return min(scale, max(0, round(probability * scale))) * 2**32 // scale

@@ -1,4 +1,4 @@
-"""Computation of a recipe's merged tensors, as one stream for the running engine and for exports.
+"""Computation of a recipe's merged tensors one after another, for running engines and for exports.
 
 Tensors have their names in the merged model in Hugging Face's format.
 """
@@ -282,7 +282,7 @@ class _Computation:
 
         `tensor` is one of the merged tensors that `plan` lists, and `bank` has the weights of the source models. With
         `compiles=False` the plain torch function of the method computes the tensor. Statistics of single tensors are
-        then not looked up, because this function computes them itself.
+        then not looked up, because the torch function computes them itself.
         """
         recipe, aliases = plan.recipe, plan.aliases
         merge, declared = tensor.merge, METHODS[tensor.merge.method]
@@ -351,20 +351,20 @@ class _Computation:
         return self.compiles and is_fused(self.tensor.merge, operands, dtype) and not self.keeps_equal
 
     def operands(self, bank: Bank) -> Operands:
-        """Whole operands of the merge in their stored dtypes on the device of `bank`, with the method's statistics.
+        """The merge's whole operands in their stored dtypes, on the device of `bank`, with the method's statistics.
 
         `bank` has the weights of the source models.
         """
         return self._operands(bank, lambda key: bank.get(*key))
 
     def operands_on_cpu(self, bank: Bank) -> Operands:
-        """The result of the method `operands`, with the tensors on the CPU."""
+        """The same as the result of the method `operands`, with all tensors on the CPU."""
         return self._operands(bank, bank.on_cpu)
 
     def statistics(self, bank: Bank) -> Operands:
-        """The result of the method `operands`, with tensors that have a shape but no contents.
+        """Operands of the merge that have only the method's statistics, for callers that read no weights.
 
-        Nothing is read from the weights in `bank`.
+        The tensors of the sources and the base have the right shape, but no contents (PyTorch's device "meta").
         """
         return self._operands(bank, lambda _: torch.empty(self.tensor.shape, device="meta"))
 
@@ -439,8 +439,8 @@ class _ShardComputation:
     def _operands(self, bank: Bank) -> tuple[tuple[torch.Tensor, ...], torch.Tensor | None]:
         """Tensors for computing the shard: (tensors of the sources, tensor of the base or None).
 
-        With kernels for the CPU, the tensors are whole. For a GPU they may have only the elements of the shard (method
-        `Bank.parts`). `bank` has the weights of the source models.
+        On the CPU these are whole tensors. On a GPU they may have only the elements of the shard (method `Bank.parts`).
+        `bank` has the weights of the source models.
         """
         if kernels.backend(bank.device) == "cpu":
             return sources_of(self.tensor, self.plan, bank, self.shard)
@@ -479,9 +479,9 @@ def _of_whole_models(
 
     Such a merge keeps a share of the task vector of the whole model, not of each tensor. `tensor` is a merged tensor of
     `recipe`; `sources` and `base` are its operands, as (alias of the model, name of the tensor) in `bank`, which has
-    the weights. The first result finds the magnitude thresholds of each source. The second is a number whose sign is
-    the majority sign (method `Bank.majority`), or None if the method uses no majority sign. `compiles` says whether
-    compiled kernels may be used.
+    the weights. The first result has an object for each source, which gives the source's magnitude thresholds. The
+    second result is a number whose sign is the majority sign (method `Bank.majority`), or None if the method uses no
+    majority sign. `compiles` says whether compiled kernels may be used.
     """
     merge = tensor.merge
     masks: list[Mask | None] = [None] * len(sources)

@@ -171,9 +171,9 @@ def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:
 class Node:
     """Cache of values that one process of a node computes and the other processes read.
 
-    The values are in the directory `shared`. With None, nothing is shared and this process computes every value. The
-    name of a value is a tuple of plain values, which is the same in all processes. The first element of the tuple is
-    the kind of value, such as "norm" or "rule".
+    The values are in the directory `shared`. If `shared` is None, this process computes every value itself. A value is
+    found by its name: a tuple that is the same in all processes, and begins with the kind of value, such as "norm" or
+    "rule".
     """
 
     def __init__(self, shared: SharedDirectory | None = None) -> None:
@@ -264,7 +264,7 @@ def _locked(path: Path, waits_for: str) -> Iterator[None]:
 
 
 def _read(file: Path) -> list[Any]:
-    """Read the value that another process stored in `file`; return it as the only item of a list.
+    """Read the value that another process stored in `file`, as a list with one item.
 
     The list is empty if no value can be read.
     """
@@ -274,7 +274,7 @@ def _read(file: Path) -> list[Any]:
 
 
 def _write(file: Path, value: list[Any]) -> None:
-    """Store a value in `file` for the other processes of the node, given as the only item of a list.
+    """Store the only item of the list `value` in `file`, for the other processes of the node.
 
     If there is no room, a warning is logged and nothing is stored. Each of the other processes then computes the value
     itself.

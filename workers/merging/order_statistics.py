@@ -2,14 +2,14 @@
 
 Elements are ordered by magnitude. Equal magnitudes are ordered by a tie-breaking number, the mark: the hash of the
 element's index (module `workers.merging.masks`, with the key 0) times an odd factor that differs between sources,
-modulo 2^32. Below index 2^32 no two marks are equal, so there are no ties: a rank keeps exactly its number of elements,
-and no position is preferred. In bfloat16 equal magnitudes are common: a tenth of all elements may have the magnitude at
-a threshold.
+modulo 2^32. Below index 2^32 no two marks are equal, so there are no ties: a method that is to keep n elements keeps
+exactly n, and none is preferred for its position. In bfloat16 equal magnitudes are common: a tenth of all elements may
+have the magnitude at a threshold.
 
 A table is computed once from the sources. Merges with a table do not sort: they find the exact threshold of a rank
 among the few elements that the table leaves undecided. A single merge needs only one or two ranks, and finds their
 elements by selection without a table (class `Selection`). Selection takes less time than sorting. The module
-`workers.merging.statistics` computes both.
+`workers.merging.statistics` makes tables and selections.
 """
 
 from __future__ import annotations
@@ -106,7 +106,7 @@ class TieOrder:
     def factor(self) -> int:
         """Odd factor that turns the hash of an element's index into the element's tie-breaking mark.
 
-        The factor is the hash of index 0 with the key `key`, with the last bit set.
+        The factor is the hash of index 0 with the key `key`, with its last bit set to 1.
         """
         return int(hashes(self.key, torch.zeros(1, dtype=torch.int64))) | 1
 
@@ -123,10 +123,10 @@ class TieOrder:
         return Threshold(threshold.magnitude, 0) if self.keeps_equal else threshold
 
     def above(self, threshold: Threshold) -> Threshold:
-        """The lowest threshold that drops the element at `threshold`.
+        """The lowest threshold that drops the element whose magnitude and tie-breaking mark are `threshold`.
 
-        Usually the result has the same magnitude and the next larger tie-breaking mark. If the field `keeps_equal` is
-        True, elements of equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
+        Usually the result has the same magnitude and the next larger mark. If the field `keeps_equal` is True, elements
+        of equal magnitude are all kept or all dropped. The result then has the next larger magnitude.
         """
         if self.keeps_equal or threshold.mark == LARGEST_MARK:
             return Threshold(float(np.nextafter(np.float32(threshold.magnitude), np.float32(np.inf))), 0)
@@ -139,9 +139,9 @@ class Trim:
 
     Elements are ordered by the pair (magnitude, mark); the mark is a number that breaks ties. To keep n elements, the
     threshold is the pair of the n-th largest element. If `low` equals `high`, this pair is the threshold. Otherwise
-    fewer than SPACING elements (a constant) lie strictly between the bounds. Of these elements in ascending order,
-    counted from 0, the element number `num_smaller` is the n-th largest; its pair is the threshold. `is_tied` says
-    whether the range of magnitudes from `low` to `high` may contain more than MOST_LEFT elements (a constant).
+    fewer than SPACING elements (a constant) lie strictly between the bounds. The n-th largest is the one of these
+    elements that is larger than exactly `num_smaller` of them; its pair is the threshold. `is_tied` says whether the
+    range of magnitudes from `low` to `high` may contain more than MOST_LEFT elements (a constant).
     """
 
     low: Threshold
@@ -151,11 +151,10 @@ class Trim:
 
     @property
     def magnitudes(self) -> tuple[float, float]:
-        """Two float32 bounds: elements outside of them are compared with the threshold by magnitude alone.
+        """Two float32 numbers: only elements with a magnitude between them need their tie-breaking marks compared.
 
         An element whose magnitude is at most the first number is below the threshold. An element whose magnitude is at
-        least the second number reaches the threshold. All other elements must be compared by magnitude and tie-breaking
-        mark: their magnitudes are from the magnitude of the field `low` to the magnitude of the field `high`. If no
+        least the second number reaches the threshold. All other elements must be compared by magnitude and mark. If no
         element reaches the threshold, the second number is NaN, with which every comparison is false.
         """
         if self == NOTHING:
@@ -317,10 +316,9 @@ class MagnitudeTable:
     def _is_tied(self, first: int, last: int) -> bool:
         """Whether many elements may have the same magnitude as the table's entry `first` or `last`.
 
-        `first` and `last` are indices of entries. The table contains an entry for every 128th element only. If two
-        adjacent entries have the same magnitude, all elements between these two have the same magnitude. Therefore the
-        result is True if the entry before `first` has the magnitude of `first`, or if the entry after `last` has the
-        magnitude of `last`.
+        `first` and `last` are indices of entries. The table has an entry for every 128th element. If the entry before
+        `first` has the magnitude of `first`, all elements between these two entries have this magnitude, and the result
+        is True. The same holds for `last` and the entry after it.
         """
         sizes = self._magnitudes
         return bool(
@@ -348,16 +346,16 @@ class Words(Protocol):
         ...
 
     def with_prefix(self, prefix: int, shift: int, most: int) -> np.ndarray:
-        """The words (sort keys, uint64) with the prefix `prefix`, followed by `shift` further bits.
+        """The words (sort keys, uint64) that begin with `prefix`, which is followed by `shift` more bits in each word.
 
-        At most `most` words may begin with `prefix`.
+        The caller knows that there are at most `most` such words.
         """
         ...
 
 
 @dataclass(frozen=True)
 class Selected:
-    """The n-th largest element of several tensors, as the function `selected` found it.
+    """The element that the function `selected` found among the elements of several tensors.
 
     `threshold` has the element's magnitude and its tie-breaking mark, and `tensor` is the index of the tensor that
     contains it. `num_equal` is the number of elements of all tensors that have the same magnitude.

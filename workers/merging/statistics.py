@@ -75,12 +75,12 @@ def magnitude_table(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -
 
 
 def magnitude_selection(source: torch.Tensor, base: torch.Tensor, order: TieOrder) -> Ranked:
-    """Make an object that finds the n-th largest of the magnitudes |source - base| without sorting, for any n.
+    """Make an object that finds the n-th largest of the magnitudes |source - base|, for any n.
 
-    Magnitudes are in float32. The object searches all magnitudes each time it is asked for the threshold of a number n.
-    For tensors on a GPU, or with 2^32 elements or more, the object is a table that is computed once (function
-    `magnitude_table`). `order` is the rule that breaks ties between equal magnitudes. The tensors have at least one
-    element.
+    Magnitudes are in float32. For tensors on a GPU, or with 2^32 elements or more, the object is a table that is
+    computed once (function `magnitude_table`). For other tensors nothing is computed in advance; the object searches
+    all magnitudes at each call. `order` is the rule that breaks ties between equal magnitudes. The tensors have at
+    least one element.
     """
     if source.is_cuda or source.numel() >= 2**32:
         return magnitude_table(source, base, order)
@@ -93,10 +93,10 @@ def variance_selection(sources: Sequence[torch.Tensor], base: torch.Tensor, orde
     """Make an object that finds the n-th largest of the elements' variances across task vectors for any n.
 
     The variance of an element is computed over its values in the task vectors, the differences of `sources` from
-    `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. Nothing is
-    sorted: the object searches all variances each time it is asked for the threshold of a number n. For tensors on a
-    GPU, or with 2^32 elements or more, the object is a table that is computed once (function `variance_table`). `order`
-    is the rule that breaks ties between equal variances. The tensors have at least one element.
+    `base`. The n-th largest variance is the threshold by which the merge method SCE selects elements. For tensors on a
+    GPU, or with 2^32 elements or more, the object is a table that is computed once (function `variance_table`). For
+    other tensors nothing is computed in advance; the object searches all variances at each call. `order` is the rule
+    that breaks ties between equal variances. The tensors have at least one element.
     """
     if base.is_cuda or base.numel() >= 2**32:
         return variance_table(sources, base, order)

@@ -98,9 +98,9 @@ class WholeTaskVector:
 
     `names` are the names of the tensors, and `num_elements` is the number of elements of all tensors together. `read`
     returns a tensor by its name. `compiles` says whether compiled kernels may be used. Finding the magnitude of a rank
-    n takes two to five passes over the expert and the base. The first pass counts elements, and is the same for all
-    ranks. Its counts (512 KiB) are kept, so that each further rank takes one pass less. The result for each rank is
-    also kept.
+    n takes two to five passes over the expert and the base. The first pass, which counts elements by the first bits of
+    their magnitudes, is the same for all ranks. Its counts (512 KiB) are kept, so that each further rank takes one pass
+    less. The results are also kept.
     """
 
     def __init__(
@@ -120,9 +120,9 @@ class WholeTaskVector:
     def of_tensor(self, name: str, order: TieOrder, ranks: Iterable[int]) -> ModelMagnitudes:
         """Find thresholds of the tensor `name` for merges that keep the largest elements of the whole model.
 
-        Each of `ranks` is a number, at least 1, of elements of all tensors together that a merge keeps. For each of
-        `ranks` the result has a magnitude threshold: the elements of this tensor that reach it are kept. `order` is the
-        rule that breaks ties between the tensor's elements of equal magnitude.
+        For each number n in `ranks`, at least 1, the result has the threshold for keeping the n largest elements of all
+        tensors together. Of this tensor, the elements that reach the threshold are kept. `order` is the rule that
+        breaks ties between the tensor's elements of equal magnitude.
         """
         return ModelMagnitudes(self.num_elements, {rank: self._trim(name, order, rank) for rank in ranks})
 
@@ -160,7 +160,7 @@ def balance_of(tensors: Sequence[ModelTensor], shares: Sequence[float], known: S
 
 
 class _Words:
-    """The elements of one tensor as 64-bit sort keys, which are in the order of the elements' magnitudes.
+    """The elements of one tensor as 64-bit sort keys; sorting elements by key sorts them by magnitude.
 
     The n-th largest element of a whole model is found by counting the keys that begin with certain bits. Each pass over
     the keys reads the tensor again. The class implements the interface `order_statistics.Words`. `read` returns the
@@ -193,8 +193,8 @@ class _PlainWords:
     """A tensor's elements as 64-bit sort keys, computed by PyTorch on any device.
 
     The n-th largest of a whole model's elements is found by counting the keys that begin with certain bits. The class
-    implements the interface `order_statistics.Words`. The elements are the elements of the task vector of `tensor`, and
-    the keys are in the order of their magnitudes.
+    implements the interface `order_statistics.Words`. The elements are those of the task vector of `tensor`; sorting
+    them by key sorts them by magnitude.
     """
 
     def __init__(self, tensor: ModelTensor) -> None:

@@ -4,7 +4,7 @@
 - `checkpoints`: one checkpoint: its configuration, its tensors by name
 - `headers`: safetensors headers, checked against their files
 - `adapters`: LoRA adapters as models
-- `computed_tensors`: tensors that no file holds, such as weights changed by LoRA or rows in another order
+- `computed_tensors`: tensors computed from stored ones, such as weights changed by LoRA or rows in another order
 - `components`: the layer and component of each tensor
 - `config`: config.json with the key names that all model types share
 - `modalities`: declarations of the modalities, text and images: all properties that only models of one modality have

@@ -130,8 +130,8 @@ def _comparable(found: Layout, depth: int | None) -> set[str]:
     """Names of the tensors whose shapes must be equal in two models that are merged.
 
     `found` is the layout of one of the two models. The result contains the model's tensors outside layers and in the
-    first `depth` layers, or in all layers if `depth` is None. Output heads are left out, because the function
-    `differences` reports a difference between them separately.
+    first `depth` layers, the number of layers that both models have; with None, it contains the tensors of all layers.
+    Output heads are left out, because the function `differences` reports a difference between them separately.
     """
     return {
         name

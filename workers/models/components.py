@@ -137,10 +137,10 @@ class Layout:
 def layout(config: Mapping[str, Any], names: Iterable[str]) -> Layout:
     """Assign every tensor of a model to a layer and component, by the names of its modules.
 
-    Norms count as norms in every module, biases belong to their module, and modules that mix token positions count as
-    attention. Routers and the experts of a mixture are parts of the MLP; each of them is a separate tensor. Position
-    embeddings belong to the embedding; the final norm and the output head form the head. `config` has common key names
-    (function `config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
+    A norm inside attention or the MLP counts as a norm, a bias belongs to its module, and modules that mix token
+    positions count as attention. Routers and the experts of a mixture belong to the MLP. Position embeddings belong to
+    the embedding; the final norm and the output head form the head. `config` has common key names (function
+    `config.in_common_names`). Raises InvalidModel, which names the tensors that cannot be assigned.
     """
     names = [name for name in names if not IGNORED.search(name)]
     places: dict[str, TensorPlace] = {}

@@ -109,8 +109,8 @@ class LowRankExpert(_Changed):
     for all experts together. The value is weight + scaling x B_e A_e, where A_e and B_e are the parts of `a` and `b`
     for expert e = `number`.
 
-    - `a`: [experts x rank, inputs], ordered by expert
-    - `b`: [outputs, rank x experts]; the experts are the fastest index of the columns
+    - `a`: [experts x rank, inputs]; row e x rank + r belongs to expert e
+    - `b`: [outputs, rank x experts]; column r x experts + e belongs to expert e
     - `first_row`: the row of the expert's whole matrix [outputs, inputs] at which the weight begins; a weight may be
       stored as a part of this matrix
     """
@@ -245,8 +245,9 @@ class ReplacedRows:
 class RowsOfOthers:
     """Embedding rows from other models, for tokens that the model itself lacks.
 
-    `donors` are the tensors of the other models. The row for `positions[i]` is the mean of one row of each donor; donor
-    k contributes its row `rows[k][i]`. Without donors the row is zero.
+    `positions` are the indices of these rows in the embedding, and `donors` are the embeddings of the other models. Row
+    `positions[i]` is the mean of one row of each donor; donor k contributes its row `rows[k][i]`. Without donors the
+    row is zero.
     """
 
     positions: NDArray[np.int64]
@@ -303,8 +304,8 @@ class Rows:
 class Stacked:
     """MoE matrices of all experts in a layer as one tensor [experts, rows, columns].
 
-    `parts` has for each expert of the mixture its tensors, which are joined along the rows. The dtype is the common
-    dtype of all tensors, or float32 if they have several dtypes.
+    `parts` has, for each expert of the mixture, one or several tensors whose rows together are the expert's matrix. The
+    dtype is the common dtype of all tensors, or float32 if they have several dtypes.
     """
 
     parts: tuple[tuple[SourceTensor, ...], ...]

@@ -106,7 +106,7 @@ def _with_all_numbers(config: Mapping[str, Any]) -> dict[str, Any]:
 
 @lru_cache
 def _known(model_type: str) -> tuple[Mapping[str, str], Mapping[str, Any]]:
-    """The names that transformers has for common configuration keys in the model type `model_type`, and key defaults.
+    """The names and defaults of the configuration keys of the model type `model_type`, as in transformers.
 
     The first result maps a common key, such as num_hidden_layers, to the model type's name for it. The second result
     has the defaults of configuration keys. Both are cached on disk, because importing transformers' configurations

@@ -283,7 +283,7 @@ class ResolvedFamily:
 
 @dataclass(frozen=True)
 class LocatedFamily:
-    """The places where a base model and its experts were found, before the models are opened.
+    """The directories where a base model and its experts were found, before the models are opened.
 
     All fields are keyed by alias; the first alias of `given` is the base's alias.
 
@@ -314,9 +314,9 @@ class LocatedFamily:
         """Open and check the base model and all experts.
 
         `tokenizer` and `vocabulary` select the vocabulary of merges. With `any_depth` the models may have different
-        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` has the
-        names by which messages call models that are not experts, keyed by alias. Raises InvalidModel with every problem
-        of every model.
+        numbers of layers. `cache` is the directory of the cache, or None for the default directory. `names` maps
+        aliases to what messages call these models; by default a model is called an expert, with its alias. Raises
+        InvalidModel with every problem of every model.
         """
         base_alias, *experts = self.given
         names = {alias: f"expert {alias!r}" for alias in experts} | dict(names or {})
@@ -435,8 +435,8 @@ def resolve_family(
 
     An adapter changes the base unless `adapted` maps the adapter's alias to another model. With `any_depth` the models
     may have different numbers of layers, and recipes must name layers that exist. `cache` is the directory of the
-    cache, or None for the default directory. `names` maps the aliases of models that are not experts to the names that
-    messages use for them. Raises InvalidModel with every problem of every model.
+    cache, or None for the default directory. `names` maps aliases to what messages call these models; by default a
+    model is called an expert, with its alias. Raises InvalidModel with every problem of every model.
     """
     if not experts:
         raise InvalidModel(("models.experts: there are none; name at least one model fine-tuned from the base",))

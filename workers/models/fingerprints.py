@@ -70,11 +70,11 @@ def file_states(checkpoint: Checkpoint) -> dict[Path, FileState]:
 def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str | Path | None = None) -> str:
     """Fingerprint of a checkpoint: sha256 (hex) of the names and contents of the files that define the model.
 
-    The directory does not matter. The files of a whole model are its safetensors files, config.json,
-    generation_config.json and its modality's files, such as those of a tokenizer. The files of an adapter are its
-    safetensors files, adapter_config.json and its modality's files; the fingerprint of its base is added to them.
-    `base` is the base's fingerprint; if it is None, it is computed. `cache` is the directory of the cache, or None for
-    the default directory. Raises InvalidModel if a file cannot be read.
+    The name of the checkpoint's directory is not included. The files of a whole model are its safetensors files,
+    config.json, generation_config.json and its modality's files, such as those of a tokenizer. The files of an adapter
+    are its safetensors files, adapter_config.json and its modality's files; the fingerprint of its base is added to
+    them. `base` is the base's fingerprint; if it is None, it is computed. `cache` is the directory of the cache, or
+    None for the default directory. Raises InvalidModel if a file cannot be read.
     """
     hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:

@@ -1,7 +1,7 @@
 """Search for models in the directories that a study may read, so that users can choose among them.
 
-The search is limited in depth, number of entries and time, and follows no links to directories. Therefore a model
-behind such a link is listed only if it is also below a directory that the study may read.
+The search is limited in depth, number of entries and time, and follows no links to directories. Therefore a model to
+which a link leads is listed only if its own directory is also searched.
 """
 
 from __future__ import annotations

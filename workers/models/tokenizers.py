@@ -81,10 +81,10 @@ def check_tokenizer(directory: str | Path, *, cache: str | Path | None = None) -
 
 
 def tokenizer_digest(directory: str | Path) -> str:
-    """The sha256 (hex) of everything that the tokenizer in `directory` depends on.
+    """Digest (sha256, hex) of the files of the tokenizer in `directory`, and of the libraries that load it.
 
-    The digest covers the names and contents of the files from which a tokenizer may be loaded, and the versions of the
-    libraries that load it. Raises InvalidModel for a file that cannot be read.
+    The digest covers the names and contents of all files from which a tokenizer may be loaded, and the libraries'
+    versions. Raises InvalidModel for a file that cannot be read.
     """
     path = Path(directory)
     versions = (f"{name} {version(name)}" for name in ("transformers", "tokenizers"))

@@ -65,8 +65,8 @@ class VocabularyOptions:
 
     - `tokens`: the sources of the embedding rows of single tokens; tokens that the vocabulary lacks are added
     - `multiple_of`: the number of rows is rounded up to a multiple of this number
-    - `by_id`: for a union (the base's vocabulary with the tokens that other models added): whether the added tokens are
-      in the order of their ids; otherwise the added tokens are in the order of their names
+    - `by_id`: whether a union (the base's vocabulary with the tokens that other models added) has the added tokens in
+      the order of their ids; otherwise they are in the order of their names
     """
 
     tokens: Mapping[str, TokenRow] = field(default_factory=dict)

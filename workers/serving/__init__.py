@@ -12,7 +12,7 @@
 - `image_worker`: the worker of a replica for image classifiers, in torch
 - `recipe_lock`: the order in which a replica scores its chunks
 - `watchdog`: time limits for a replica's work
-- `current_chunk`: the chunk that a replica was scoring when it died
+- `current_chunk`: the samples (chunk) that a replica was scoring when it died
 - `start_phases`: records of the phases of each replica's start, such as a download
 - `draining`: whether Ray drains a replica's node, because the node is about to stop
 - `process_logs`: the log files of a replica's process

@@ -123,9 +123,9 @@ class CompletionBatch:
 
     @property
     def is_abandoned(self) -> bool:
-        """Whether the batch is closed, so that no completion can join it and the engine need not begin it.
+        """Whether the batch is closed, so that the engine need not begin it.
 
-        Reading the property closes a batch whose completions are all cancelled.
+        A batch whose completions are all cancelled is closed when this property is read.
         """
         with self._lock:
             self._is_closed |= all(live.is_cancelled for live in self._all)

@@ -75,10 +75,10 @@ def current_chunk(actor: str | None) -> CurrentChunk | None:
 
 
 def scored_last(chunk: str) -> CurrentChunk | None:
-    """Find the replica whose last begun chunk of samples is `chunk`; None if there is none.
+    """Record of the replica that began to score the chunk `chunk` and no other chunk since; None if there is none.
 
-    `chunk` is the id of the chunk (function `chunk_id`), the samples of one request. The result is the record that the
-    replica stored when it began to score the chunk.
+    A chunk has the samples of one request, and `chunk` is its id (function `chunk_id`). A replica stores the record
+    when it begins to score a chunk.
     """
     from ray.exceptions import RayError
     from ray.experimental.internal_kv import _internal_kv_list

@@ -74,9 +74,9 @@ def app_name(family: Family, options: EngineOptions, *, on_gpus: bool) -> str:
 def runs_on_gpus(family: Family, gpus: GpuNeed) -> bool:
     """Whether replicas for merges of `family` run on GPUs of the Ray cluster to which this process is connected.
 
-    `gpus` says whether engines need GPUs. For modalities that vLLM does not run, NEEDED counts as IF_ANY, because
-    NEEDED follows from a build of vLLM for GPUs. With IF_ANY, the replicas run on GPUs if a node of the cluster has
-    GPUs. Without a connection to Ray, the cluster counts as a cluster without GPUs.
+    `gpus` says whether engines need GPUs. With IF_ANY, the replicas run on GPUs if a node of the cluster has GPUs;
+    without a connection to Ray, no node has. NEEDED is only about vLLM, so that it counts as IF_ANY for modalities that
+    vLLM does not run.
     """
     if gpus is GpuNeed.NEEDED and not MODALITIES[family.modality].runs_on_vllm:
         gpus = GpuNeed.IF_ANY

@@ -65,13 +65,14 @@ class _Stream:
 
 
 class EngineWorker:
-    """The part of a replica that does its work: it has an inference engine, and scores merges with it.
+    """Worker of a replica: it has an inference engine, and scores merges with it.
 
     The engine starts when the object is made, and then serves all requests. The most recently used evaluation tasks
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
-    `most_engines` is the largest number of such engines in the cluster; None means one for each GPU. Raises
-    EngineUnavailable if the engine does not start. `verify_elsewhere` verifies an export in another process, or returns
-    None (function `gpu_verification.verify_on_free_gpu`). If it is None, or returns None, this process verifies.
+    `most_engines` is the largest number of equal engines in the cluster, from which each engine computes its share of
+    its machine's memory; None means one for each GPU. `verify_elsewhere` verifies an export in another process
+    (function `gpu_verification.verify_on_free_gpu`). If it returns None or is not given, this process verifies. Raises
+    EngineUnavailable if the engine does not start.
     """
 
     _verify_elsewhere: Callable[..., VerificationReport | None] | None = None
@@ -233,10 +234,10 @@ class EngineWorker:
     def _compared(
         self, samples: tuple[SampleResult, ...], spans: tuple[Span, ...], texts: Sequence[tuple[int, ...]]
     ) -> dict[str, Any]:
-        """Keyword arguments of the function `verification.verify` that have the engine's results for `samples`.
+        """Keyword arguments of the function `verification.verify` that state the engine's results.
 
-        The arguments contain the samples and log-probabilities. The engine computes the log-probabilities of the tokens
-        of `texts` with the merge that the engine holds.
+        They contain `samples`, `spans` (the ranges of samples to compare), the engine's dtype, and the
+        log-probabilities of the tokens of `texts`, which the engine computes with the merge that it holds.
         """
         return {
             "samples": samples,

@@ -1,8 +1,9 @@
-"""Fake scorer for tests, without models: known answers, and configurable delays and failures.
+"""Fake scorer for tests, without models: computed scores, and configurable delays and failures.
 
-The probability of a right answer is a smooth function of the recipe's coefficients; a hash of (recipe, objective,
-position) decides each sample. The same request always gives the same result, different recipes give different results,
-and the best merge is not an expert. Driver, store and scheduler are tested with this scorer.
+A sample is right with a probability that is a smooth function of the recipe's coefficients; a hash of recipe, objective
+and position decides whether it is right. Therefore the same request always gives the same result, and different recipes
+give different results. As in a real search, some merge is better than every expert. Driver, store and scheduler are
+tested with this scorer.
 """
 
 from __future__ import annotations
@@ -206,11 +207,17 @@ class FakeScorer:
         return len(read_inline(task.task)) if "file" in task.task else reader_of(task.task).check(task).num_samples
 
     def sample_texts(self, task: TaskSpec, start: int, stop: int) -> SampleTexts:
-        """Prompts and right answers of samples. Only this method and the method `sample_pictures` build the task."""
+        """Prompts and right answers of the task's samples from `start` to before `stop`.
+
+        This method and `sample_pictures` build the task; the other methods of the fake do not.
+        """
         return sample_texts(task, start, stop)
 
     def sample_pictures(self, task: TaskSpec, start: int, stop: int) -> SamplePictures:
-        """Pictures of samples. Only this method and the method `sample_texts` read the task."""
+        """Pictures of the task's samples from `start` to before `stop`.
+
+        This method and `sample_texts` build the task; the other methods of the fake do not.
+        """
         if not modality_of_task(task.task).has_pictures:
             raise InvalidTask(f"{task.task}: samples of text have no pictures; give an image task")
         return pictures_of(load_image_task(task), start, stop)

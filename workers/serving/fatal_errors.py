@@ -1,4 +1,4 @@
-"""Search for the signal that ended a replica's process, in the reports of Ray and Python in the error log."""
+"""Search of a replica's error log for the fatal signal that ended its process, as reported by Ray or Python."""
 
 from __future__ import annotations
 

@@ -12,7 +12,7 @@ from typing import Any
 
 from workers.types import VerificationReport
 
-__all__ = ["verify_on_free_gpu"]
+__all__ = ["BYTES_PER_PARAMETER", "verify_on_free_gpu"]
 
 log = logging.getLogger(__name__)
 
@@ -71,7 +71,7 @@ def verify_on_free_gpu(
       the export must be on this machine
     - `num_parameters`: the number of parameters of the exported model
     - `device`: the device on which the actor computes
-    - `start_s`: the number of seconds after which the actor must be ready
+    - `start_s`: the number of seconds within which the actor must be ready
     - `resources`: a function that returns the free resources of this machine; by default Ray is asked
     - `reserved`: Ray options with the resources that the actor reserves, by default one GPU
 

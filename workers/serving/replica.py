@@ -144,7 +144,7 @@ class ReplicaMetrics:
 
 
 class ScoringReplica:
-    """Ray Serve deployment class whose replicas merge recipes and score the merges on samples of tasks.
+    """Ray Serve deployment class whose replicas compute the merges of recipes, and score them on samples of tasks.
 
     A replica has one worker, the object with the inference engine. `make_worker` makes it, once, in the thread in which
     the worker does all its work. `limits` has the seconds that each part of the work may take. Raises EngineUnavailable

@@ -54,10 +54,11 @@ class ServeScorer:
 
     The client is picklable, and connects at the first call. `app_name` is the name of the application. While a request
     is waited for, the application's state is checked every `poll_s` seconds. When a replica dies or fails, Serve
-    replaces the replica, and the client sends the request again. If the replica was scoring the request and the
-    request's field `crashes` is a number, EngineCrashed is raised instead. If sending fails for `deadline_s` seconds,
-    EngineUnavailable is raised with the reason. Time in which the request waits behind other requests does not count.
-    Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's EngineFault are raised as they are.
+    replaces the replica, and the client sends the request again. There is one exception: if the replica was scoring the
+    request and the caller counts crashes (the request's field `crashes` is not None), EngineCrashed is raised. If
+    sending fails for `deadline_s` seconds, EngineUnavailable is raised with the reason. Time in which the request waits
+    behind other requests does not count. Errors of the merge or its task (TrialFailed, InvalidTask) and a replica's
+    EngineFault are raised as they are.
 
     Serve's controller may be unavailable for a while. Requests are answered meanwhile; calls that need the controller
     wait for it, at most `deadline_s` seconds. An application that was deleted or cannot start is not waited for.
@@ -100,7 +101,7 @@ class ServeScorer:
     def check(self) -> tuple[CanaryReport, ...]:
         """Let each running replica compare its engine with transformers, and return the reports.
 
-        This starts no replica.
+        The call starts no replica.
         """
         if not self._known_replicas()["RUNNING"]:
             return ()
@@ -197,7 +198,7 @@ class ServeScorer:
         """Wait for the result of a request, without a time limit while the application is running.
 
         `response` is the object that Serve's handle returned. Raises EngineUnavailable if the application has failed,
-        or has not been running for the seconds in the field `deadline_s`.
+        or if it stops running for more than `deadline_s` seconds (a field).
         """
         missing_since: float | None = None
         while True:
@@ -227,8 +228,8 @@ class ServeScorer:
 def _raise_if_scoring(request: ScoreRequest, error: Exception) -> None:
     """Raise EngineCrashed if `error` means that a replica died while it scored the samples of `request`.
 
-    In all other cases the function returns: the request only waited at the replica that died, the replica died because
-    its node was preempted, or the error has another meaning.
+    The function returns if the error means something else, if the request was still waiting when the replica died, or
+    if the replica died because its node was preempted.
     """
     from ray.exceptions import OutOfMemoryError, RayActorError
 

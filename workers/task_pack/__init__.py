@@ -1,7 +1,7 @@
 """The shipped evaluation tasks: lm-eval YAML files that reproduce tables of papers.
 
-The files are in a directory for each paper. The files name data sets of the hub, which the module
-`workers.evaluation.data_sets` loads from the hub or other places.
+There is a directory for each paper. The files name data sets of the hub; the module `workers.evaluation.data_sets`
+loads them from the hub or from a local copy.
 """
 
 from __future__ import annotations

@@ -14,9 +14,9 @@ __all__ = ["passed_on"]
 
 
 def passed_on() -> dict[str, str]:
-    """Variables of this process's environment that configure logs and traces, for the Ray processes of its jobs.
+    """Environment variables of this process that configure logs and traces, for the Ray processes that it starts.
 
-    Variables that may hold secrets are left out.
+    They let those processes log and trace in the same way. Variables that may hold secrets are left out.
     """
     return {name: value for name, value in os.environ.items() if name == logs.VARIABLE or _is_open(name, value)}
 

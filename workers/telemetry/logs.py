@@ -55,9 +55,10 @@ def is_json() -> bool:
 
 
 def log_to_stderr() -> None:
-    """Write the logs of this process, from INFO on, to standard error, in the format that the environment names.
+    """Write the logs of this process, from level INFO on, to standard error, as text or as JSON lines.
 
-    In JSON, exceptions that end the process or a thread, and warnings, are also log lines.
+    An environment variable selects the format (function `is_json`). With JSON lines, warnings, and exceptions that end
+    the process or a thread, are written as log lines too.
     """
     logging.basicConfig(level=logging.INFO, handlers=[_handler()])
     if is_json():
@@ -67,10 +68,10 @@ def log_to_stderr() -> None:
 
 
 def log_in_worker() -> None:
-    """Write the logs of a worker of Ray as JSON lines if the environment says so; otherwise change nothing.
+    """Write the logs of a Ray worker as JSON lines if an environment variable selects this format (function `is_json`).
 
-    Messages of this project are written from level INFO on, and messages of other packages are written from level
-    WARNING on. Ray stores the standard error of its workers in files.
+    With any other format, nothing is changed. Messages of this project are written from level INFO on, and messages of
+    other packages are written from level WARNING on. Ray stores the standard error of its workers in files.
     """
     root = logging.getLogger()
     if is_json() and not any(isinstance(handler.formatter, JsonLines) for handler in root.handlers):

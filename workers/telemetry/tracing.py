@@ -59,8 +59,8 @@ _provider: TracerProvider | None = None  # None: this process makes no spans
 def start_tracing(process: str) -> None:
     """Begin to export this process's trace spans, if the environment variables of OpenTelemetry name an endpoint.
 
-    `process` is the kind of this process, an attribute of all spans. Logs a warning, and makes no spans, if
-    OpenTelemetry is not installed.
+    `process` is the kind of this process, such as "driver" or "replica", and becomes an attribute of all spans. Logs a
+    warning, and makes no spans, if OpenTelemetry is not installed.
     """
     global _provider
     if _provider is not None or not _is_wanted(os.environ):

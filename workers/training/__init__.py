@@ -4,7 +4,7 @@
 - `model`: a transformers model into which merges are written
 - `memory`: memory of activations, and a setting with which a process keeps freed memory for its next step
 - `losses`: minibatches, and their losses by teacher forcing
-- `task_losses`: interface of a modality's losses, which gradients of coefficients need
+- `task_losses`: interface that the losses of each modality (text or images) implement
 - `text_losses`: losses of language models on right answers, by teacher forcing
 - `image_losses`: losses of image classifiers: cross-entropy of labels, or entropy of predictions
 - `finetuning`: training of experts on data, by one or several processes

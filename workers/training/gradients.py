@@ -72,7 +72,8 @@ class CoefficientGradients:
     - `more_devices`: further devices; the layers of the model are divided over `device` and these devices
     - `recomputes`: whether activations are recomputed, to save their memory; a step then takes a third more time
     - `max_tokens`: the largest number of tokens in a forward pass, with padding
-    - `cache`: the directory of the cache, or None for the default directory
+    - `cache`: the directory that caches which source files have been searched for NaN and infinity; None means the
+      default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
       answers (function `references.lack_of_entropy`)
 
@@ -142,12 +143,12 @@ class CoefficientGradients:
     ) -> GradientResult:
         """Compute the mean loss of each objective over its samples in `batch`, and the gradient of their weighted sum.
 
-        The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. The derivatives are with
-        respect to every coefficient that a merge of `recipe` states and for which its method is differentiable. With
-        `by_scales` there is also a derivative with respect to the scale of every layer. The scale s_i of layer i, a
-        factor on the residual stream, is folded into the last weights of the branches of later layers (module
-        `workers.merging.residual_scales`). These weights are proportional to 1 / s_i, so the derivative with respect to
-        s_i is -1 / s_i times the sum, over these weights, of the inner product of gradient and weight.
+        The sum is sum_o weights[o] loss_o, where loss_o is the mean loss of objective o. There is a derivative with
+        respect to every coefficient in `recipe` for which the merge method is differentiable. With `by_scales` there is
+        also a derivative with respect to the scale of every layer. Instead of multiplying the residual stream after
+        layer i by its scale s_i, the merge divides the output weights of each branch (attention or MLP) in all later
+        layers by s_i (module `workers.merging.residual_scales`). The derivative with respect to s_i is therefore -1 /
+        s_i times the sum of the inner products of these weights with their gradients.
 
         The objectives named in `completions` are measured on the completions given to the method `set_completions`; all
         other objectives are measured on the right answers. Raises InvalidRecipe for a merge that has no gradients or
@@ -333,8 +334,8 @@ class CoefficientGradients:
     def _fitting_tokens(self, *, recomputes: bool) -> int | None:
         """Largest number of tokens of a pass whose activations fit into every GPU of the model; None without GPUs.
 
-        Room for the sources of the largest tensor is kept free, because they are copied to the GPU when the tensor's
-        gradient is reduced.
+        With `recomputes`, activations within layers are recomputed in the backward pass, and need less memory. Some
+        memory is kept free for a gradient of the largest tensor and for this tensor's values in all sources.
         """
         found = []
         config, operands = self.model.module.config.to_dict(), reduction_bytes(self.bank.sources)
@@ -350,7 +351,7 @@ class CoefficientGradients:
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge of `recipe` into the model.
 
-        A tensor that the last merge computed in the same way is not written again.
+        Only tensors that differ from the merge in the model are computed and written.
         """
         plan = plan_tensors(recipe, self.bank)
         wanted = computations(plan, self.bank)
@@ -515,10 +516,10 @@ def _by_coefficient(reducers: Any) -> tuple[Slopes, Slopes]:
 def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
     """Derivative of the loss with respect to each layer's scale, keyed by the layer's index.
 
-    `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. The scale is folded
-    into the weights: a scale s divides the last weight of each branch (attention or MLP) in all later layers. The
-    derivative is therefore -1 / s times a sum over these weights: the sum of the inner products of gradient and weight.
-    The inner products were added up by `reducers`, one for each merged tensor.
+    `recipe` has the scales. A layer's scale is a factor on the residual stream after the layer. Instead of scaling the
+    stream by s, the merge divides the output weights of each branch (attention or MLP) in all later layers by s. The
+    derivative is therefore -1 / s times the sum of the inner products of these weights with their gradients. The inner
+    products were added up by `reducers`, one for each merged tensor.
     """
     after = [0.0] * len(recipe.layers)
     for reducer in reducers:
@@ -531,7 +532,7 @@ def _by_scale(recipe: Recipe, reducers: Iterable[_Reducer]) -> dict[int, float]:
 def _deterministic() -> Iterator[None]:
     """Context manager that makes torch use deterministic algorithms.
 
-    An operation that has no deterministic algorithm is computed by another algorithm, and torch warns about it.
+    For an operation without a deterministic algorithm, torch warns and uses a nondeterministic one.
     """
     was, warned = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
     memory: Any = torch.utils.deterministic

@@ -96,9 +96,8 @@ class ImageLosses:
     Losses are divided by the entropy of equally likely classes. Then the cross-entropy of a model that guesses is 1,
     and an entropy is at most 1.
 
-    On the CPU, a pass has so many images that its activations take at most as many bytes as the field
-    `Modality.pass_bytes` says, but at least one image. Passes on a GPU are limited by its free memory (module
-    `workers.training.gradients`).
+    On the CPU, the number of images in a pass is limited, so that activations take at most `Modality.pass_bytes` bytes;
+    a pass has at least one image. Passes on a GPU are limited by its free memory (module `workers.training.gradients`).
     """
 
     def __init__(self, bank: Bank, options: EngineOptions, *, dtype: torch.dtype) -> None:

@@ -94,8 +94,8 @@ def divided_layers(layer_bytes: int, num_layers: int, outside_bytes: int, num_de
 
     The first device also has everything outside layers (embedding, final norm and head), which takes `outside_bytes`
     bytes; a layer takes `layer_bytes`. Each of the `num_layers` layers in turn is given to the device with the fewest
-    bytes. Therefore the devices differ by at most one layer, unless the tensors outside layers alone exceed the other
-    devices' shares.
+    bytes. Therefore the bytes on two devices differ by at most one layer, unless the tensors outside layers alone
+    exceed the other devices' shares.
     """
     held, counts = [outside_bytes, *[0] * (num_devices - 1)], [0] * num_devices
     for _ in range(num_layers):

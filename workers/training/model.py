@@ -60,13 +60,13 @@ class TrainableModel:
     `device`.
 
     - `memory`: maps the name of each merged tensor to the part of the model's weights into which the tensor is written
-    - `leaves`: a pair for each parameter: the parameter, and a mapping from the names of the merged tensors that it
-      contains to their parts of the parameter. A tied output head is a separate parameter in the embedding's memory, so
-      that the gradients of embedding and head are computed, and can be freed, one after the other.
-    - `num_layers_on`: the number of layers on each device
+    - `leaves`: for each parameter, a pair: the parameter, and its parts that are merged tensors, keyed by the tensor's
+      name. A tied output head is a separate parameter in the embedding's memory, so that the gradients of embedding and
+      head are computed, and can be freed, one after the other.
+    - `num_layers_on`: the number of layers on `device`, then on each of `more_devices`
 
-    Raises InvalidModel if transformers holds the tensors of the model in another form, and InvalidRecipe for an order
-    of layers that the configuration cannot express.
+    Raises InvalidModel if a merged tensor is not found among the parameters of the transformers model, and
+    InvalidRecipe for an order of layers that the configuration cannot express.
     """
 
     def __init__(
@@ -277,11 +277,11 @@ def _layer(name: str) -> str | None:
 
 
 def _with_content(tensor: torch.Tensor, parameters: Sequence[torch.nn.Parameter]) -> Iterator[ParameterPart]:
-    """Yield the parameters, or parts of parameters, with the same values as `tensor`.
+    """Find the parameters, or parts of parameters, that have the values of `tensor`, a stored tensor.
 
-    A part consists of rows of one expert of a mixture of experts. Parameters are compared by value where names do not
-    help: transformers may give a parameter another name than the stored tensor has, or join the matrices of all experts
-    of a mixture in one parameter.
+    transformers may name a parameter otherwise than the stored tensor, or join the matrices of all experts of a mixture
+    of experts in one parameter. Such parameters are found by comparing values. A part consists of rows of one expert's
+    matrix.
     """
     for leaf in parameters:
         if leaf.shape == tensor.shape and torch.equal(leaf, tensor):

@@ -34,14 +34,14 @@ CHUNK = 1 << 22  # elements of a difference at a time, where no kernel computes
 
 
 def stated_coefficients(tensor: MergedTensor) -> tuple[Coefficient, ...]:
-    """Coefficients of a tensor's merge by which a loss can be differentiated.
+    """Coefficients of a tensor's merge with respect to which a loss can be differentiated.
 
-    The result contains the coefficients that the merge states and for which the merge method has derivatives. The
-    result may be empty, for example for an unchanged source model.
+    Of the coefficients for which the merge method has derivatives, these are the ones to which the merge gives a value.
+    The result may be empty.
 
     Raises:
-        InvalidRecipe: The merge method has derivatives for no coefficient, or a coefficient has one value for each
-            source and two sources are layers of the same model. The message names the method.
+        InvalidRecipe: The merge method has no derivatives at all, or a coefficient has one value for each source and
+            two sources are layers of the same model. The message names the method.
     """
     merge, declared = tensor.merge, METHODS[tensor.merge.method]
     if not declared.gradients_by:

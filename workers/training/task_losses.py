@@ -1,9 +1,9 @@
-"""Interface of the losses of a modality's tasks, whose gradients give the derivatives for coefficients.
+"""Interface of the losses of tasks of one modality (text or images), whose gradients give derivatives for coefficients.
 
-The module `workers.training.gradients` merges, reduces gradients to derivatives and saves memory in the same way for
-all modalities. A modality defines the model into which merges are written, the data that the model reads, and the loss
-of a sample. The modality's declaration names the class that implements this interface (package
-`workers.models.modalities`).
+A modality defines the model into which merges are written, the data that the model reads, and the loss of a sample. The
+module `workers.training.gradients` does the rest in the same way for all modalities: merging, derivatives with respect
+to coefficients, and saving memory. The package `workers.models.modalities` names the class of each modality that
+implements this interface.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ __all__ = ["TaskLosses", "WritableModel"]
 class WritableModel(Protocol):
     """Interface of a model into which merges are written in place, and whose parameters have gradients.
 
-    - `module`: the module of transformers
+    - `module`: the transformers model
     - `memory`: maps the name of each merged tensor to the part of the model's weights into which the tensor is written
-    - `leaves`: a pair for each parameter of `module`: the parameter, and a mapping from the names of the merged tensors
-      that it contains to their parts of the parameter
+    - `leaves`: for each parameter of `module`, a pair: the parameter, and its parts that are merged tensors, keyed by
+      the tensor's name
     - `device`: the device of the inputs, and of all parameters outside layers
-    - `num_layers_on`: the number of layers on each device
+    - `num_layers_on`: the number of layers on `device`, then on each further device of the model
     """
 
     module: Any
@@ -87,11 +87,18 @@ class TaskLosses(Protocol[ModelT, TargetT]):
         ...
 
     def unit(self, spec: TaskSpec) -> float:
-        """Divisor that makes losses on the task `spec` comparable with losses on other tasks."""
+        """Divisor that makes losses on the task `spec` comparable with losses on other tasks.
+
+        The divisor is the mean size of the task's samples (method `size`).
+        """
         ...
 
     def size(self, target: TargetT) -> float:
-        """Divisor for the loss of one sample; the method `unit` returns the mean divisor of a task's samples."""
+        """Size of one sample on the scale of its loss.
+
+        For a completion, the size is the number of scored tokens. For a choice between classes or options, it is the
+        loss of a guess at which all are equally likely. The method `unit` returns the mean size of a task's samples.
+        """
         ...
 
     def of_completion(self, spec: TaskSpec, position: int, tokens: Sequence[int]) -> TargetT:

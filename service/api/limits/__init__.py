@@ -4,7 +4,7 @@
 - `csrf`: refuses requests of sessions that pages of other servers may have sent
 - `rates`: limits the number of requests of each token, session and address
 - `headers`: security headers of responses
-- `fair_queue`: shares a limited number of concurrent turns between clients
+- `fair_queue`: lets a limited number of requests run at a time, and clients take turns
 - `artifacts`: the quota of experts and policies
 - `exports`: which exports have expired or exceed the quota
 """

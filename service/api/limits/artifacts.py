@@ -45,10 +45,10 @@ class ArtifactQuota:
         self._store, self._artifacts, self._quota = store, artifacts, quota_bytes
 
     def measure(self, num_bytes: int) -> MeasuredArtifacts:
-        """Measure the stored files, for a job that will train models of `num_bytes` in all.
+        """Measure the stored files, before the quota is checked for a job that will train models of `num_bytes` in all.
 
-        Callers measure before they check the quota and store the job (`Store.admission`), because other requests wait
-        meanwhile. A job that trains nothing needs no measuring.
+        Call this method before entering `Store.admission`, because admissions of other requests would wait while files
+        are measured. If `num_bytes` is 0, nothing is measured.
         """
         if not num_bytes:
             return MeasuredArtifacts({}, 0, math.inf)
@@ -66,13 +66,12 @@ class ArtifactQuota:
         """Store a job by calling `make`, if the quota has room for the models that it will train (`num_bytes` in all).
 
         Artifacts that are stored already, such as trained models, and artifacts that unfinished jobs will still store,
-        also count towards the quota. `check` is called first, and may refuse the job by an error. No server with this
-        database admits another job while it checks and stores the job. Returns the result of `make`. Raises Conflict,
-        without calling `make`, if the job's artifacts do not fit.
+        also count towards the quota. `check` is called first, and may refuse the job by an error. Until the job is
+        stored or refused, no server with this database admits another job. Returns the result of `make`. Raises
+        Conflict, without calling `make`, if the job's artifacts do not fit.
 
-        `measured` is a result of the method `measure`. If `measured` is None, this method measures; a caller inside of
-        `Store.admission` must pass a result. Artifacts that jobs have stored after the measurement still count as bytes
-        that these jobs will store.
+        `measured` is a result of the method `measure`; if it is None, this method measures. A caller that is already
+        inside of `Store.admission` must pass a result.
         """
         measured = measured or self.measure(num_bytes)
         missing, used, quota = measured.missing, measured.used, measured.quota

@@ -1,7 +1,8 @@
-"""Middleware against requests meant for another server, or sent by a browser for another server's page.
+"""Middleware that refuses requests meant for another server, and requests that a page of another server sends.
 
 Any web page can make a browser send requests to this machine. Such a request has the page's origin in the header
 Origin. If the page's host name was made to resolve to this machine (DNS rebinding), that name is in the header Host.
+Both headers are checked.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Limits on the number of requests: of each token and address, of logins, and of requests without a valid token."""
+"""Limits on the number of requests: for tokens, addresses and teams, for logins, and without a valid token."""
 
 from __future__ import annotations
 
@@ -20,9 +20,8 @@ class _Buckets:
     """Token buckets, which count for each sender how many requests the sender may still send.
 
     `clock` is a monotonic clock in seconds. If there are too many senders to remember, the senders with the most
-    requests left are forgotten. A forgotten sender that comes back may send its full number of requests, only a few
-    more than it had left. A sender that has used up its requests is therefore not forgotten when many new senders
-    appear.
+    requests left are forgotten; a forgotten sender starts with its full number of requests when it comes back. A sender
+    that has used up its requests is thus remembered, even if many new senders appear.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -91,14 +90,14 @@ class TeamRates:
 
 @dataclass(frozen=True)
 class RateLimits:
-    """Limits on the number of requests, one for each kind of sender.
+    """Limits on the number of requests.
 
-    - `tokens`: limit on the requests of each API token and of each browser session
-    - `open`: limit on the requests of each address at a server without accounts; by default there is no limit, since
-      all users may have one address
-    - `refused`: limit on the requests of each address that have no valid token
-    - `logins`: limit on the requests of each address that begin or end a login
-    - `teams`: limits on the requests of teams, for those teams that have the quota `requests_per_minute`
+    - `tokens`: limit for each API token and each browser session
+    - `open`: limit for each network address, at a server without accounts; by default there is no limit, since all
+      users may have one address
+    - `refused`: limit, for each network address, on requests without a valid token or session
+    - `logins`: limit, for each network address, on requests that begin or end a login
+    - `teams`: limit for each team with the quota `requests_per_minute`
     """
 
     tokens: Rate = field(default_factory=lambda: Rate(100.0, 1000.0))

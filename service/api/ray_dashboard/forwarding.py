@@ -79,8 +79,8 @@ class DashboardProxy:
         `method` is GET or HEAD; `parameters` are the decoded parameters of the query.
 
         Raises:
-            Refusal: The request is not forwarded (403), Ray does not know the object (404), does not accept the
-                parameters (422), or failed (502).
+            Refusal: The request is not forwarded (403), Ray does not know the requested object (404), does not accept
+                the parameters (422), or failed (502).
             Unavailable: Ray does not answer, or not in time.
         """
         asked = target(path, parameters)
@@ -211,9 +211,9 @@ def _headers(answer: httpx.Response, how: Treatment) -> dict[str, str]:
 async def _shown(answer: httpx.Response, path: str, how: Treatment) -> bytes:
     """Read the JSON body of a response of Ray's dashboard, and remove secrets from it.
 
-    `path` is the requested path, which messages name. `how` is the treatment of the answer: if it is LOG_LIST, logs
-    that users may not read are removed too. Raises Refusal (502) if the body is too large or not JSON, and Unavailable
-    if the body does not arrive in time.
+    `path` is the requested path, which error messages name. `how` is the treatment of the answer: if it is LOG_LIST,
+    logs that users may not read are removed too. Raises Refusal (502) if the body is too large or not JSON, and
+    Unavailable if the body does not arrive in time.
     """
     body = bytearray()
     try:

@@ -31,17 +31,19 @@ ANSWERS: Mapping[str, Mapping[str, Any]] = {
 
 
 def is_named(authority: str) -> bool:
-    """Whether `authority`, the value of the header Host, is a name or an IPv4 address, with or without a port."""
+    """Whether `authority`, the value of the header Host, is a name or an IPv4 address, with or without a port.
+
+    The security policy of the dashboard's page cannot contain an IPv6 address.
+    """
     return _AUTHORITY.fullmatch(authority) is not None
 
 
 def policy(roots: Sequence[str]) -> str:
     """Value of the header Content-Security-Policy for the page of Ray's dashboard.
 
-    `roots` are the addresses below which the page may load files and data. Each address is HOST/PATH/ or a URL. An
-    address ends with a slash, and stands for all addresses that begin with it. The page may not open other pages,
-    because it could read their contents. The page may not contain frames, and may not be shown in a frame. The page may
-    download files, such as logs.
+    The page may load files and data only from addresses that begin with one of `roots`. Each root is HOST/PATH/ or a
+    URL, with a slash at its end. The page may not open other pages, contain frames, or be shown in a frame. It may let
+    the user download files, such as logs.
     """
     below = " ".join(roots)
     return "; ".join(

@@ -113,10 +113,10 @@ def is_shown_entry(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Target:
-    """A request to forward to Ray's dashboard, and the way in which its answer is passed on to the user.
+    """A request to forward to Ray's dashboard.
 
     - `place`: URL-encoded path and query of the request
-    - `treatment`: how the dashboard's answer is passed on
+    - `treatment`: how the dashboard's answer is passed on to the user
     """
 
     place: str
@@ -126,7 +126,7 @@ class Target:
 def target(path: str, parameters: Sequence[tuple[str, str]]) -> Target:
     """Make the request to forward to Ray's dashboard from the decoded path and query of a user's request.
 
-    Raises Refusal (403) if the request is not forwarded.
+    Raises Refusal (403) if this request may not be forwarded.
     """
     how = treatment(path)
     if how is None:

@@ -84,8 +84,8 @@ def _serialized(value: Any) -> Any:
 def _command(value: Any) -> Any:
     """Copy of a command line with its program, and `<redacted>` in place of the arguments.
 
-    `value` is the command line as a text or as a list of words. A command that this server wrote (a driver or a
-    function call) is not changed, because its arguments have no secret.
+    `value` is the command line as a text or as a list of words. A command that this server wrote, such as the command
+    of a driver, is not changed, because its arguments have no secret.
     """
     if isinstance(value, list):
         words = [str(word) for word in value if word]
@@ -103,7 +103,7 @@ def _program(command: str) -> list[str]:
 
 
 def _message(value: Any) -> Any:
-    """Copy of Ray's message about a Ray Job, without the last lines of the job's log that Ray adds to it."""
+    """Copy of Ray's message about a Ray Job, without secrets and without the lines of the job's log that Ray adds."""
     return redacted(value.partition(", last available logs")[0]) if isinstance(value, str) else redacted(value)
 
 

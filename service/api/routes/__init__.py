@@ -16,6 +16,6 @@
 - `notifications`: webhooks and e-mail addresses that are notified of jobs
 - `login`: logins of browsers with an identity provider, and their sessions
 - `operations`: health, readiness, metrics
-- `cluster`: the nodes of the cluster, and versions of the parts
+- `cluster`: the nodes of the cluster, and the versions of packages
 - `ray_dashboard`: Ray's dashboard
 """

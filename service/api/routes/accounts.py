@@ -436,7 +436,7 @@ OwnToken = Annotated[TokenRecord, declares(Rule(Scope.ADMIN, Right.OWN), _own_to
 def revoke_token(token: OwnToken, services: Context, sender: Sender) -> Response:
     """Revoke a token of the user who sends the request or, for administrators of the server, of another user.
 
-    Every server refuses the token within a second.
+    All servers that share the database refuse the token within a second.
     """
     revoked = services.accounts.revoke_token(token.id, actor=sender.actor)
     services.authenticator.forget()
@@ -461,7 +461,7 @@ def list_audit(
 ) -> Response:
     """List who changed what: the audit log, oldest entries first. Only administrators of the server may do this.
 
-    With `sort=-id`, newest entries are first, and `before` takes the smallest id of the previous page.
+    With `sort=-id`, newest entries are first. Then the next page is requested with the smallest id so far as `before`.
     """
     entries = services.accounts.audit(
         after=after, before=before, limit=limit, user=user, target=target, newest_first=sort == "-id"

@@ -1,4 +1,4 @@
-"""Route that shows administrators the cluster: Ray's nodes, the server's disk, and versions of the parts."""
+"""Route that shows administrators the cluster: Ray's nodes, the server's disk, and the versions of packages."""
 
 from __future__ import annotations
 
@@ -35,10 +35,10 @@ PARTS = ("mergesearch", "ray", "vllm", "torch", "transformers", "lm_eval", "fast
 )
 @in_threads_of(Work.RAY)
 def get_cluster(services: Context) -> Response:
-    """Show the nodes of the Ray cluster and the use of their resources, the server's disk, and versions of the parts.
+    """Show the nodes of the Ray cluster and the use of their resources, the server's disk, and versions of packages.
 
-    On a server with accounts only administrators may read these data. The versions are the versions of the packages in
-    the server's process.
+    On a server with accounts only administrators may read these data. The versions are of the packages that the server
+    itself uses, such as ray and torch.
     """
     nodes, problem = _nodes(services)
     disk = shutil.disk_usage(existing(services.data_dir))
@@ -82,7 +82,7 @@ def _document(node: NodeUse) -> NodeDocument:
 
 
 def _versions() -> dict[str, str]:
-    """Versions of the packages in PARTS that are installed."""
+    """Versions of those packages in the constant `PARTS`, such as ray and vllm, that are installed, keyed by name."""
     found = {}
     for name in PARTS:
         try:

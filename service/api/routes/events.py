@@ -60,7 +60,7 @@ class _Page:
 def _frame(*documents: str) -> dict[str, Any]:
     """JSON Schema of one server-sent event of a stream, in the form of OpenAPI 3.2.
 
-    `documents` has the names of the schemas of the documents in the stream.
+    `documents` are the names of the schemas of the JSON documents that the events have as data.
     """
     return {
         "type": "object",
@@ -94,7 +94,8 @@ async def _watch(
     The response is a list if the request's header Accept asks for JSON. Only events with ids above `after` are sent; if
     `last_event_id` is not None, it is used instead of `after`. A list has at most `limit` events. `may_go_on` is called
     repeatedly to check whether the sender of the request may still read the job; the stream also ends when it returns
-    False. `page` selects the events of a list. `sender` sent the request.
+    False. `page` has further choices for a list: the kinds of events, their order, and the number of events to skip.
+    `sender` sent the request.
     """
     cursor = after if last_event_id is None else last_event_id
     if _wants_list(request):

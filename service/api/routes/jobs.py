@@ -1,4 +1,4 @@
-"""Routes that jobs of every kind have: create, list, show, edit, steer, delete, document, events, log."""
+"""Routes of jobs of every kind: to create, list, show, edit, steer (such as pause) and delete jobs; events and logs."""
 
 from __future__ import annotations
 
@@ -378,8 +378,8 @@ def _edit(
     """Edit a job as the request's `body` says, and return the job. An edit that changes nothing is not stored.
 
     `kind` is the job's kind, which says what can be edited. `if_match` is the request's header If-Match, which names
-    the version of the job that the sender of the request has read. `reason` is the reason that the sender gives, for
-    the event; None states no reason. Raises Refusal with one of these statuses:
+    the version of the job that the sender of the request has read. `reason` is the sender's reason, which is
+    recorded with the event of the edit; None states no reason. Raises Refusal with one of these statuses:
 
     - 428: the header is missing
     - 412: the job was edited after the sender had read it
@@ -424,10 +424,10 @@ async def _created(
 ) -> tuple[JobRecord, bool]:
     """Store the job of this `kind` that the request's body describes, if it passes every check.
 
-    `key` is the request's idempotency key, or None. `place` has the job's team and says who may read the job. A job
-    that serves a study gets its team and its readers from the study; `place` then has only the team and the sharing
-    that the request asks for. Returns the job, and whether the job is new. The job is not new if an earlier request
-    with the same key created it.
+    `key` is the request's idempotency key, or None. `place` has the job's team and its sharing (who may read it). A job
+    that serves a study takes both from the study; for such a job, `place` is an `_Asked` with what the request states,
+    which must agree with the study's. Returns the job, and whether the job is new. The job is not new if an earlier
+    request with the same key created it.
 
     Raises:
         Refusal, InvalidStudy: The body is not accepted.
@@ -570,10 +570,10 @@ def _place_of_study(services: Services, sender: Principal, kind: JobKind, accept
 
 
 def _check_place(kind: JobKind, place: _Place, *, team: str | None, sharing: Sharing) -> None:
-    """Raise InvalidRequest if a new job that serves a study would have another team or sharing than the study.
+    """Raise InvalidRequest if the team or sharing of a job that serves a study differs from the study's.
 
-    `place` has the study's team and sharing, and `team` and `sharing` belong to the new job. `kind` is the job's kind,
-    for the message.
+    `place` has the study's team and sharing; `team` and `sharing` are those of the job that serves the study. `kind` is
+    this job's kind, which the error message names.
     """
     fields = (("team", team, place.team), ("sharing", sharing.value, place.sharing.value))
     rule = f"a {kind.noun} has the team and sharing of its study"
@@ -587,10 +587,11 @@ def _check_place(kind: JobKind, place: _Place, *, team: str | None, sharing: Sha
 
 
 def _share(services: Services, sender: Principal, kind: JobKind, job: JobRecord, place: _Place) -> JobRecord:
-    """Change the team of a job and who may read it, and return the job. Jobs that serve a study change with it.
+    """Change the team of a job and who may read it, and return the job.
 
-    `place` has the new team and says who may read the job. Raises InvalidRequest if the job itself serves a study, and
-    `place` differs from the study's team and sharing.
+    If the job is a study, the jobs that serve it are changed in the same way. `place` has the new team and says who may
+    read the job. Raises InvalidRequest if the job itself serves a study, and `place` differs from the study's team and
+    sharing.
     """
     if kind.study_of is not None:
         with suppress(NotFound):  # the study was deleted
@@ -650,7 +651,7 @@ def _own_key(sender: Principal, key: str | None) -> str | None:
 
     `key` is the key that the client sent. At a server with accounts, the stored key consists of the word "user", the
     user's name and a hash of `key`, separated by spaces. A client cannot send a key with a space, so it cannot send a
-    stored key.
+    stored key. At a server without accounts, `key` is stored unchanged.
     """
     if key is None or sender.account is None:
         return key
@@ -710,8 +711,8 @@ def _pause(services: Services, job_id: str, steering: Steering) -> JobRecord:
 def _stop(services: Services, job_id: str, steering: Steering) -> JobRecord:
     """Stop the search of a study early. Running evaluations finish; held-out data and benchmarks are scored as always.
 
-    Trials that are not being evaluated at this moment are pruned. A search that was stopped already is not changed.
-    Raises Conflict (409) if the study has ended.
+    Unfinished trials that are not being evaluated at this moment are pruned. A search that was stopped already is not
+    changed. Raises Conflict (409) if the study has ended.
     """
     record = services.store.stop_search(job_id, steering=steering)
     _check_unfinished(record, "stopped")

@@ -94,11 +94,10 @@ def _site(request: Request, services: Services) -> _Site:
 
 
 def _site_of_page(request: Request, services: Services) -> _Site:
-    """The address under which the browser that sends `request` shows the web page.
+    """The address of this server as the browser that sends `request` uses it, from the request's header Origin.
 
-    This address may differ from the public URL, for example if the browser uses an SSH tunnel to the server. The
-    browser sends the address in the header Origin of requests that change something, and drops cookies for other
-    addresses.
+    The session's cookie is set for this address, because the browser drops cookies for other addresses. The address may
+    differ from the public URL, for example if the browser uses an SSH tunnel to the server.
     """
     site, origin = _site(request, services), request.headers.get("origin")
     if origin is None or origin == site.origin:
@@ -114,10 +113,11 @@ def _redirect(request: Request, path: str) -> Response:
 
 
 def _shown(request: Request, site: _Site, error: LoginRefused | ProviderUnavailable) -> Response:
-    """Send a browser to the web page's login, which shows why a login has failed.
+    """Redirect a browser to the login of the web page, which shows why a login failed; raise `error` for programs.
 
-    The address of the page has a code for the reason, and the page has a text for each code. Therefore nobody can make
-    a link that shows another text on the page. Raises `error` again for programs, which get a problem document.
+    A program is a client that does not accept HTML; it gets `error` as a problem document. The address of the page has
+    only a code for the reason, and the page has a text for each code. Therefore nobody can make a link that shows
+    another text on the page. `site` is the address of this server as the browser sees it.
     """
     if "text/html" not in request.headers.get("accept", ""):
         raise error
@@ -290,7 +290,7 @@ def _session_document(services: Services, sender: Principal | None, secret: str 
 
 @router.post("/logout", response_model=None, responses={200: {"model": LogoutDocument}})
 async def log_out(request: Request, services: Context, sender: Reader) -> Response:
-    """End the session of the browser. Every server refuses the session within a second.
+    """End the session of the browser. All servers that share the database refuse the session within a second.
 
     A request with an API token instead of a session changes nothing: the token stays valid.
     """

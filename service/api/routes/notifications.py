@@ -206,7 +206,7 @@ def remove_webhook(webhook: ChangedWebhook, services: Context, sender: Sender) -
 def test_webhook(webhook: ChangedWebhook, services: Context) -> Response:
     """Send a test message to a webhook, once. The list of deliveries shows the outcome.
 
-    If the message arrives, a webhook that was disabled is enabled again.
+    A webhook is disabled when no messages have arrived for days; if this message arrives, it is enabled again.
     """
     delivery = services.notifications.add_test(webhook.id, notification_for_test)
     services.notifier.wake()

@@ -100,10 +100,10 @@ async def get_timeline(
     ] = None,
     bins: Annotated[int, Query(description="Number of bins.", ge=1, le=2000)] = 1000,
 ) -> Response:
-    """Show how each engine's replica spent its time: merging, swapping weights, scoring samples, or idle.
+    """Show how each replica (process with an engine) spent its time: merging, swapping weights, scoring, or idle.
 
-    The time is divided into `bins` bins of equal length; for each bin, the share of each activity is given. If fewer
-    than 500 chunks (samples that are scored together) are in the time, each chunk is listed too. `events` lists the
+    The time is divided into `bins` bins of equal length; for each bin, the share of each activity is given. If the time
+    has fewer than 500 chunks (groups of samples that are scored together), each chunk is listed too. `events` lists the
     drivers that worked on the study, the waits of the study, and engine faults.
     """
     if start is not None and end is not None and end <= start:
@@ -163,11 +163,11 @@ async def get_stops(
         int | None, Query(description="Only trials that were stopped at this rung.", ge=0, le=MAX_NUMBER)
     ] = None,
 ) -> Response:
-    """Compare each stopped trial with its rival, the trial against which a scheduler has stopped it.
+    """Compare each trial that a scheduler has stopped with its rival, a trial that was better.
 
-    The differences are paired by sample, on the samples of each rung that the trial has finished. The first 100 trials
-    are listed. Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the
-    lowest-ranked of the trials that the rung promoted.
+    Under racing, the rival is a trial that was ahead. Under other schedulers, the rival is the lowest-ranked of the
+    trials that the rung promoted. The values of the two trials are compared at each rung that the stopped trial has
+    finished, with differences paired by sample. At most 100 stopped trials are listed.
     """
     if against is not None and trial is None:
         raise InvalidQuery("against", f"{against} is compared with one trial; give the other as trial")

@@ -66,7 +66,7 @@ async def get_pareto(
         str | None, Query(description="Weights of the objectives that sum to 1, such as `math=0.6,code=0.4`.")
     ] = None,
 ) -> Response:
-    """The Pareto front: the trials scored on all samples that no other trial dominates.
+    """The Pareto front: of the trials that are scored on all samples, those that no other one dominates.
 
     If the parameter `prefer` has weights of the objectives, the document also says which trial of the front is best by
     these weights.
@@ -98,9 +98,9 @@ async def get_holdout(
     request: Request,
     reference: Annotated[int, Query(description="Number of a trial with held-out values.", ge=0, le=MAX_NUMBER)],
 ) -> Response:
-    """List the paired differences of held-out values, with intervals, between the trial `reference` and all others.
+    """List each trial's held-out values minus those of the trial `reference`, paired, with confidence intervals.
 
-    The summary has the same differences for the best trial.
+    The study's summary has these differences with the best trial as reference.
     """
 
     def differences(trials: tuple[TrialResult, ...]) -> bytes:

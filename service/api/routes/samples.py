@@ -256,10 +256,10 @@ def _num_bytes(sample: SampleDocument) -> int:
 
 
 def _scored_sample(sample: SampleResult, best: float | None, *, is_image: bool) -> ScoredSampleDocument:
-    """Describe a trial's response to a sample. The response is right if its value is `best`.
+    """Describe a trial's response to a sample: its value, its text, and whether it is right.
 
-    If `best` is None, the metric does not say whether a response is right. The response to an image has predicted
-    classes.
+    `best` is the value of a right response; None if the metric does not say whether a response is right. If `is_image`
+    is True, the sample is an image, and the description has the predicted classes.
     """
     has_text = bool(sample.response or sample.tokens)
     response = sample.response if has_text else None
@@ -298,7 +298,7 @@ async def get_picture(
 ) -> Response:
     """A small picture of a sample that is an image.
 
-    Pictures were stored when the search ended; the server reads no file of the task. All trials share a sample's
+    Pictures are stored when the search ends, so this request reads no file of the task. All trials share a sample's
     picture, and pictures do not change.
     """
 

@@ -56,7 +56,7 @@ def _served(
 ) -> JobRecord:
     """Find the served study with the id `served_id`, and check that the sender of the request may use it.
 
-    The sender must also have the right to use models of the study whose trials are served.
+    The sender must also have the right to use the study whose trials are served.
     """
     job = found_job(services, sender, served_id, SERVING, Right.USE)
     try:
@@ -89,8 +89,9 @@ async def serve_trial(
     `model`. A trial may be served as soon as it exists. Serving ends when no request has come for `idle_minutes`, or
     when the served study is cancelled.
 
-    The served study has the team and sharing of the study. If the study is served already, the answer is the served
-    study that the sender of the request may use. A paused served study is the answer only if the sender may resume it.
+    If the study is served already, by a served study that the sender of the request may use, this one is returned and
+    no other is created. A paused one is returned only if the sender may resume it. A served study has the team and
+    sharing of its study.
     """
     has_body = request.headers.get("content-type") is not None or request.headers.get("content-length", "0") != "0"
     options = await read_object(request, ServingOptions) if has_body else ServingOptions()
@@ -180,8 +181,8 @@ async def _forwarded(request: Request, services: Services, served: JobRecord, pa
     """Send a request to the driver of a served study, and pass its answer on while it arrives.
 
     The driver is the process that completes prompts, and `path` is the path of the request at its HTTP application. The
-    request to the driver is cancelled when the client closes the connection. The stored address is used only while the
-    driver that stored it works on the job, because another program may listen there later. Raises Refusal if serving
+    request to the driver is cancelled when the client closes the connection. A driver stores its address, which is used
+    only while this driver works on the job, because another program may listen there later. Raises Refusal if serving
     has ended, and Unavailable if no driver answers.
     """
     if request.method == "POST":

@@ -233,8 +233,8 @@ async def get_recipe(study: Study, number: TrialNumber, services: Context, sende
 async def get_mergekit(study: Study, number: TrialNumber, services: Context, sender: Sender) -> Response:
     """A mergekit configuration (YAML) that computes the same merge as a trial, up to float32 rounding.
 
-    Models are named by their hub ids. A model without a hub id has its name in the study, and a comment lists these
-    models: the server's directories are not on the reader's machine.
+    Models are named by their hub ids. A model without a hub id has its name in the study, because the server's
+    directories are not on the reader's machine; a comment lists these models.
 
     If mergekit would compute other tensors, or the models cannot be read or have changed since the study was created,
     the request is refused (409). The request is also refused (503) if reading the models takes more time or memory than
@@ -346,8 +346,8 @@ async def set_validity(
     """Mark a trial as invalid, or as valid again.
 
     An invalid trial keeps its scored samples, but is left out of the Pareto front, of the results on held-out data and
-    of every comparison. The searcher does not forget the trial's results. A COMPLETE study continues. Trials that are
-    among the best because the invalid trial is left out are scored on held-out data.
+    of every comparison. The searcher keeps the trial's results. If other trials are now among the best, they are scored
+    on held-out data; a COMPLETE study continues for this.
     """
     body = await read_object(request, Validity)
     if not body.is_valid and body.reason is None:
@@ -413,7 +413,11 @@ def evaluate_trial(
 
 
 def _check_evaluations(study: JobRecord) -> None:
-    """Check that the study can evaluate merges that users request. Raises Refusal (409) otherwise."""
+    """Raise Refusal (409) if a study cannot evaluate a merge that a user requests now.
+
+    This is so if the study is CANCELLED. It is also so if the study is not COMPLETE, and its searcher computes
+    gradients or trains a policy.
+    """
     if study.state is JobState.CANCELLED:
         raise Refusal(409, f"study {study.name!r} is CANCELLED; only a study that has not been cancelled can continue")
     algorithm = ResolvedStudy.of(study).algorithm or ""

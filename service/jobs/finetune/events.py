@@ -137,7 +137,7 @@ def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocum
 
 
 def _is_older(file: Path, other: Path) -> bool:
-    """Whether `file` is missing or older than `other`; False if `other` does not exist."""
+    """Whether `other` exists, and `file` is missing or older than it."""
     try:
         time = other.stat().st_mtime_ns
         return not file.exists() or file.stat().st_mtime_ns < time

@@ -111,9 +111,9 @@ def trains_on_gpus(workers: int, resources: Mapping[str, float], device: str = "
     """Whether the processes that train an expert run on GPUs, on a cluster with the given `resources`.
 
     `workers` is the number of these processes. `resources` has the numbers of CPU cores ("CPU") and GPUs ("GPU").
-    `device` is the option of the specification. With "auto", the processes train on CPU cores if the cluster has no
-    GPU. With "cpu", they always train on CPU cores. Raises Conflict if the cluster has fewer CPU cores than `workers`.
-    Also raises Conflict if the processes train on GPUs and the cluster has fewer GPUs than `workers`.
+    `device` is the option of the specification: with "cpu" the result is False, and with "auto" it is False if the
+    cluster has no GPU. Raises Conflict if the cluster has fewer CPU cores than `workers`, or if the processes train on
+    GPUs and the cluster has fewer GPUs than `workers`.
     """
     cores, gpus = int(resources.get("CPU", 0)), int(resources.get("GPU", 0))
     if cores < workers:

@@ -29,7 +29,15 @@ from workers.models.remote import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
-__all__ = ["accept", "access_of", "artifact_bytes", "check_finetune_files", "check_server_paths", "examine_finetune"]
+__all__ = [
+    "accept",
+    "access_of",
+    "artifact_bytes",
+    "check_finetune_files",
+    "check_server_paths",
+    "examine_finetune",
+    "template_problems",
+]
 
 PATH_SUFFIXES = (".yaml", ".yml")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
@@ -104,8 +112,31 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
                 problems.append(Problem(pipeline.field_of(alias, field), str(error)))
     if pipeline.analysis is not None and not problems:
         problems += lack_of_losses(pipeline, access=access)
+    if not problems:
+        problems += template_problems(pipeline)
     if problems:
         raise InvalidStudy(tuple(problems))
+
+
+def template_problems(pipeline: Pipeline) -> tuple[Problem, ...]:
+    """Problem of a fine-tuning of chat experts whose study does not say whether prompts get the chat template.
+
+    The evaluations of such experts in the fine-tuning format prompts with the chat template. The study that merges the
+    experts does so only if its option `engine.chat_template` says so; without the template, the experts may score 0.
+    The result is empty if `pipeline` has no study, if the study states the option, or if no data are conversations.
+    Raises InvalidTask if the first row of an expert's data cannot be read.
+    """
+    from workers.training.finetuning.data import writes_chats
+
+    engine = {} if pipeline.study is None else pipeline.study.get("engine") or {}
+    if pipeline.study is None or "chat_template" in engine:
+        return ()
+    chats = [alias for alias, spec in pipeline.experts.items() if spec.data.images is None and writes_chats(spec)]
+    message = (
+        f"is not stated, but the data of {', '.join(chats)} are conversations; write true to score merges with the "
+        "chat template, as the experts' evaluations do, or false"
+    )
+    return (Problem(f"{STUDY}.engine.chat_template", message),) if chats else ()
 
 
 def artifact_bytes(pipeline: Pipeline) -> int:
@@ -137,7 +168,7 @@ def access_of(job: JobRecord) -> FileAccess | None:
 def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, str]]:
     """Yield the files that an expert's specification names, as pairs of the specification's field and the file.
 
-    If `folders` is False, a field is left out if its value may be a folder and is one.
+    Some fields accept a file or a folder. If `folders` is False, such a field is left out if it names a folder.
     """
 
     def is_wanted(place: str) -> bool:
@@ -176,11 +207,11 @@ def _problems(pipeline: Pipeline, find: Callable[[FinetuneSpec], Iterator[tuple[
 
 
 def _in_study(pipeline: Pipeline, find: Callable[[str], str | None], *, folders: bool = True) -> Iterator[Problem]:
-    """Yield the problems of the task files that are named in the study of a fine-tuning.
+    """Yield the problems of the files that tasks name in the study of a fine-tuning, which merges the trained experts.
 
-    `pipeline` is the specification of the fine-tuning, which may have a study that merges the trained experts. The
-    check `find` takes a file, and returns a message about it, or None if nothing is wrong with the file. With `folders`
-    False, tasks whose data may be a folder are left out.
+    `pipeline` is the specification of the fine-tuning, with or without such a study. The check `find` takes a file, and
+    returns a message about it, or None if nothing is wrong with the file. If `folders` is False, tasks whose data may
+    be a folder are left out.
     """
     study = pipeline.study_of({alias: Path(os.sep) for alias in pipeline.experts})
     for place, file in task_files(study, folders=folders) if study is not None else ():

@@ -212,7 +212,8 @@ def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
     """Yield messages for users about the devices of an expert's training, and about the memory that it takes.
 
-    `spec` is the specification of the expert. `resources` are the cluster's resources, numbers by "CPU" and "GPU".
+    `spec` is the specification of the expert. `resources` has the cluster's numbers of CPU cores ("CPU") and GPUs
+    ("GPU").
     """
     has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
     if not has_gpus and spec.device == "auto":

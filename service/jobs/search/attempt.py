@@ -205,22 +205,24 @@ def execute(
             num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
         )
         inputs = preflight.gradient_inputs()
+        proposer = RayProposer(
+            algorithm=algorithm,
+            parameters=preflight.space.parameters,
+            seed=preflight.study.search.seed,
+            setting=setting,
+            steps=store.steps(study_id),
+            gradient_inputs=inputs,
+            completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
+            checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
+        )
+        gradients = None if inputs is None or plan.refinement is None else RayGradients(inputs)
         coordinator = Coordinator(
             plan,
             space=preflight.space,
             store=store,
             writer=writer,
-            proposer=RayProposer(
-                algorithm=algorithm,
-                parameters=preflight.space.parameters,
-                seed=preflight.study.search.seed,
-                setting=setting,
-                steps=store.steps(study_id),
-                gradient_inputs=inputs,
-                completions=SourceCompletions(store, study_id, preflight.tasks.objectives),
-                checkpoints=_checkpoints(algorithm, artifacts, study_id, setting),
-            ),
-            gradients=None if inputs is None or plan.refinement is None else RayGradients(inputs),
+            proposer=proposer,
+            gradients=gradients,
             observer=observer,
             is_out_of_budget=lambda: _exhausted_limit(preflight.study, heartbeat.wall_clock_s),
         )
@@ -252,6 +254,10 @@ def execute(
             if best_trial(coordinator.trials, preflight.tasks.objectives) is None:
                 raise StudyFailed(_no_result(coordinator.trials, heartbeat.stop_reason))
             heartbeat.min_patience_s = VERIFYING_PATIENCE_S
+            # Verification takes a GPU if one is free, and much memory. The search is over, and needs no more gradients.
+            for holder in (proposer, gradients):
+                if holder is not None:
+                    holder.release()
             _check_engines(store, writer, scorer)
             _keep_prompts(store, writer, plan, scorer, note=view.note)
             not_verified = verify_trials(store, writer, preflight, scorer, coordinator.trials, note=view.note)
@@ -339,9 +345,9 @@ def _keep_facts(store: Store, writer: JobWriter, benchmarks: Sequence[Benchmark]
 def _keep_prompts(store: Store, writer: JobWriter, plan: Plan, scorer: Scorer, *, note: Callable[[str], None]) -> None:
     """Store prompts, right answers and pictures of a study's samples, benchmarks included, so that people can see them.
 
-    Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have built the tasks to
-    score them. If a replica must build a task again and fails, `note` is called with the reason, and the study is
-    complete without the prompts of this task.
+    Texts that are stored already are skipped. `scorer` provides the texts, because its replicas have loaded the tasks.
+    If a replica must load a task again and fails, `note` is called with the reason, and the prompts of this task are
+    not stored.
     """
     benchmarks = {benchmark.name: benchmark for benchmark in plan.benchmarks}
     sizes = (
@@ -433,9 +439,8 @@ class _WaitWatch:
     """Watch that tells the driver's heartbeat why the driver waits: for an engine's start or an LLM judge's answer.
 
     Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
-    an engine, or while a judge does not answer. The option `judge.wait_s` limits the time for which a judge may not
-    answer. `judges` returns the URLs of the judges that the driver waits for. `scorer` says whether an engine is
-    starting.
+    an engine, or while a judge does not answer. `judges` returns the URLs of the judges that the driver waits for; the
+    option `judge.wait_s` limits this wait. `scorer` says whether an engine is starting.
     """
 
     def __init__(
@@ -562,11 +567,10 @@ def _no_result(trials: tuple[TrialRecord, ...], stop_reason: str | None) -> str:
 
 
 def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
-    """Make the last checks of a study, of its engines and of some trials, and return whether the study is finished.
+    """Run the last checks of a study, and return whether the study is finished.
 
-    `close` is the function that makes these checks. The result is False if this call or an earlier check has found a
-    faulty engine. In this case `coordinator`, which runs the search, must first have the samples of this engine scored
-    again.
+    `close` checks the engines and some trials. If these or earlier checks have found a faulty engine, its samples must
+    be scored again: `coordinator`, which runs the search, prepares this, and the result is False.
     """
     try:
         close()
@@ -578,10 +582,10 @@ def _is_closed(coordinator: Coordinator, close: Callable[[], None]) -> bool:
 
 
 def _check_engines(store: Store, writer: JobWriter, scorer: Scorer) -> None:
-    """Check every running engine of `scorer` with fixed prompts, by the log-probabilities that transformers gives.
+    """Check that every running engine of `scorer` gives the log-probabilities of transformers on fixed prompts.
 
-    A sample counts as checked once its engine has passed a later check. The number of the study's samples that are not
-    checked is stored by `writer`.
+    A stored sample counts as checked if its engine passes such a check after scoring it. `writer` stores the number of
+    the study's samples that are not checked.
     """
     reports: Sequence[CanaryReport] = scorer.check()
     passed = {report.replica: report.canaries for report in reports}

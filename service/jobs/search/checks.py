@@ -1,7 +1,8 @@
 """Checks of a study file without creating a study: of the file itself, or of everything, with the study's plan.
 
-Both functions have the signature of a job kind's `accept`, so that the processes that check submitted jobs can run
-them. Both functions import heavy modules when they are called, because the server imports this module.
+The functions `check_file` and `check_with_plan` have the signature of a job kind's `accept`, so that the processes that
+check submitted jobs can run them. They import heavy modules only when they are called, because the server imports this
+module.
 """
 
 from __future__ import annotations

@@ -46,14 +46,14 @@ BOUNDS = {"asha": ("at least ", "at most "), "racing": ("at most ", "at least ")
 class CheckedPlan:
     """Expected costs of running a study: samples, time, memory and disk space.
 
-    - `step_samples`: the number of samples that gradients count as, plus the samples of the trials that refine
-      the front; 0 if the study has neither
+    - `step_samples`: the number of samples that gradients count as in the limit, plus the samples of the trials that
+      refine the front; 0 if the study has neither
     - `rungs`: for each rung (number of samples at which trials are compared), the samples, keyed by objective
     - `trials`: the numbers of baselines ("extras") and of proposed trials ("search")
     - `max_samples`: the limit of samples of the search; None if the study has no limit
     - `samples_used`: the samples that earlier runs have used and that count towards the limit
-    - `samples_planned`: the samples, including the charge for gradients, that count towards the limit if nothing ends
-      the search early
+    - `samples_planned`: the samples, including `step_samples`, that count towards the limit if nothing ends the search
+      early
     - `tokens`: the least and the most tokens that a sample is expected to have
     - `hours`, `most_hours`: rough estimates of the running time for these two numbers of tokens
     - `memory_bytes`, `disk_bytes`: bytes needed for each use, and bytes available; the bytes available are left out for
@@ -340,8 +340,8 @@ def checked_plan(
 def _samples_used(directory: Path) -> int:
     """Number of samples that the search of the study in `directory` has used.
 
-    The number includes the scored samples, and the numbers of samples that the searcher's gradients count as in the
-    study's limit. Returns 0 if the directory holds no study.
+    The number includes the scored samples, and the number of samples that the searcher's losses and gradients count as
+    in the study's limit. Returns 0 if the directory holds no study.
     """
     with suppress(NotFound), read_run(directory) as (store, record):
         scored = sum(trial.samples_scored for trial in store.trials(record.id))

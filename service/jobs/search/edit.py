@@ -46,9 +46,10 @@ class StudyEdit(JobEdit):
 def edited(record: JobRecord, edit: StudyEdit, store: Store) -> Mapping[str, Any]:
     """Return the study file of a stored study with the new values that a user gives to some of its options.
 
-    `record` is the stored study, in the database `store`, and `edit` has the new values. Raises Conflict if `edit`
-    changes an option of a study that has ended (and has not failed), or whose search cannot change any more. Raises
-    InvalidStudy if a limit is below its present use, or if the study file would have another problem.
+    `record` is the stored study, in the database `store`, and `edit` has the new values. Raises Conflict if an option
+    changes although the study has ended without failing, or if `max_trials` changes although the search has ended or is
+    asked to end. Raises InvalidStudy if a limit is below its present use, or if the study file would have another
+    problem.
     """
     before = Study.model_validate(record.document)
     document = deepcopy(dict(record.document))

@@ -189,12 +189,11 @@ def open_run(source: AnotherStudy) -> Iterator[tuple[Store, JobRecord]]:
 
 
 def _with_stored_benchmarks(directory: Path, study: Study) -> Study:
-    """Add to `study` the benchmarks that were added earlier to the stored study in `directory`.
+    """Add to `study`, read from a study file, the benchmarks that were added to the stored study in `directory`.
 
-    Benchmarks of the study file come first. A stored benchmark may have the name of a benchmark in the study file. If
-    the two benchmarks have the same task, the benchmark is scored on the trials that either benchmark names. If they
-    have different tasks, the stored benchmark is left out, and a later check refuses the study. Overlaps with search
-    data that were accepted earlier are accepted again.
+    Benchmarks of the study file come first. A benchmark that has the same name and task in both studies is scored on
+    the trials that either study names. If a name has different tasks, the stored benchmark is left out, and a later
+    check refuses the study. Overlaps with search data that were accepted earlier are accepted again.
     """
     with suppress(NotFound), read_run(directory) as (_, record):
         before = Study.model_validate(record.document)
@@ -241,12 +240,11 @@ def _created_or_resumed(
 
 
 def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
-    """Remove the option `search.hm3.gamma` from a stored study if its value is only the default of earlier versions.
+    """Remove the option `search.hm3.gamma` from a stored study if its value is only the default of an earlier version.
 
-    Earlier versions stored their default, 0.99, with every study. The present version has another default. A stored
-    study would therefore differ from `given`, the study file of the present run, which does not state the option. The
-    option is kept if `given` states it. The option is also kept if `record`, the study's job, uses a version of the
-    searcher `hm3` above 1, because only version 1 uses the value 0.99 if the option is missing.
+    Version 1 of the searcher `hm3` had the default 0.99, and stored it with every study. A study file without the
+    option would therefore differ from the stored study of the same run. The option is kept if `given`, the study file
+    of the present run, states it, or if `record`, the study's job, uses a later version of the searcher.
     """
     resolved, options = ResolvedStudy.of(record), stored.search.hm3
     is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1

@@ -24,6 +24,7 @@ def plan_document(checked: CheckedPlan) -> PlanDocument:
         algorithm=checked.algorithm,
         fits=plan.fits,
         lacks=list(plan.lacks),
+        advice=list(plan.advice),
         placement=PlacementDocument(
             parts=[
                 PartDocument(name=part.name, place=part.place, gpu_bytes=part.gpu_bytes, host_bytes=part.host_bytes)

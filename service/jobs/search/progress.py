@@ -55,7 +55,8 @@ class ProgressSnapshot:
     - `best_trial`: the number of the best trial so far, among the trials scored on all samples; `best`: its values,
       keyed by objective; `best_ci95`: the 95 % intervals of these values, except of exact values.
     - `samples_planned`: the expected total number of samples, including the `samples_scored`.
-    - `samples_used`: the number of samples that the search has scored, plus the charge for its steps.
+    - `samples_used`: the number of samples that the search has scored, plus the number that computed losses and
+      gradients count as.
     - `max_samples`: the limit of `samples_used`; None if the study has no limit.
     - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the expected total
       number of steps; 0 for a searcher without steps.
@@ -116,11 +117,10 @@ class Pace:
 class PaceMeter:
     """Meter that computes a study's speed and remaining time (`Pace`), for displays of progress.
 
-    Speeds are samples per second, and steps (gradients and policy updates) per second. Speeds are measured over the
-    last 60 s of the current stage (search or held-out scoring). The time left is the time for the remaining samples
-    plus the time for the remaining steps, at the speeds last measured while samples were scored or steps were made.
-    `worked_s` is the number of seconds that earlier drivers worked on the study; it is included in the time worked.
-    `clock` returns a time in seconds.
+    Speeds are samples per second, and steps (gradients and policy updates) per second, over the last 60 s of the
+    current stage (search or held-out scoring). The time left is the time for the remaining samples plus the time for
+    the remaining steps, at the speeds that were last measured. `worked_s` is the number of seconds that earlier drivers
+    worked on the study; it is included in the time worked. `clock` returns a time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -192,8 +192,7 @@ class _Speed:
         """Speed at the time `now`: how much the count, such as the number of scored samples, grows per second.
 
         The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
-        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage. While the
-        count does not grow, the speed becomes smaller.
+        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None
@@ -203,7 +202,7 @@ class _Speed:
     def seconds_for(self, count: int) -> float | None:
         """Estimate the seconds until the count, such as the number of scored samples, has grown by `count`.
 
-        The estimate assumes the speed that was measured when the number last grew. Returns None if `count` is above 0
+        The estimate assumes the speed that was measured when the count last grew. Returns None if `count` is above 0
         and no speed was measured yet.
         """
         if count <= 0:

@@ -1,4 +1,4 @@
-"""Reports of the phases of starting engines, for a driver that waits for the engines."""
+"""Messages about the phases in which engines start, for a driver that waits for the engines."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Merges of studies that complete prompts: the kind of job that serves the trials of a study to users.
 
 - `kind`: the declaration of the kind of job
-- `request`: the request to serve a study, its checks, and the number of served studies of a team
+- `request`: the request to serve a study, and its checks
 - `models`: the models and the options of the engines of a study
 - `engines`: the choice of the engine that completes prompts, so that no search is slowed
 - `replicas`: the replicas on Ray Serve that complete prompts

@@ -27,14 +27,13 @@ class Situation:
     - `shares`: whether an administrator lets the served study use the engines of a search
     - `users`: number of the studies that run and use the same models as the served study
     - `searches`: number of all studies that run
-    - `starting`: number of the jobs, other than served studies, that wait for engines or workers, of which none starts
-      yet
-    - `running`: the kinds of replicas of which at least one runs
-    - `num_gpus`, `free_gpus`: the numbers of the cluster's GPUs and of its free GPUs
-    - `needed_gpus`: the number of GPUs that a replica uses
+    - `starting`: number of jobs, other than served studies, whose engines or workers have not begun to start
+    - `running`: which replicas run: those that searches use too (SCORER), the served study's own (OWN)
+    - `num_gpus`, `free_gpus`: number of the cluster's GPUs, and how many of them are free
+    - `needed_gpus`: number of GPUs that a replica uses
 
-    The facts have numbers of studies, not names, because users who read texts made from these facts may not know of
-    every study.
+    Studies are only counted and not named, because users who read texts made from these facts may not know of every
+    study.
     """
 
     shares: bool = False
@@ -49,10 +48,12 @@ class Situation:
 
 @dataclass(frozen=True)
 class Choice:
-    """Decision about the kind of replicas that completes prompts now (`place`).
+    """Decision about which replicas complete a served study's prompts now.
 
-    If `place` is None, no engine completes prompts now, and `waits_for` says what must happen first. `yields` says
-    whether completions end as soon as a search uses the engine.
+    - `place`: the replicas that searches use too (SCORER), or the served study's own (OWN); None if no replica may
+      complete prompts now
+    - `waits_for`: what must happen before a replica may complete prompts; None if one may now
+    - `yields`: whether completions end as soon as a search uses the engine
     """
 
     place: Place | None
@@ -86,12 +87,14 @@ def choose(situation: Situation) -> Choice:
 
 
 def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> dict[str, int]:
-    """Count running jobs by their effect on the choice of the engine that completes a served study's prompts.
+    """Count the running jobs that matter for the choice of the engine that completes a served study's prompts.
 
-    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The result contains three numbers,
-    keyed by the names of the fields of `Situation`: "searches" counts all studies that run, "users" counts the running
-    studies whose models have the given `fingerprints`, and "starting" counts the jobs, other than served studies, that
-    wait for engines or workers of which none starts yet.
+    `jobs` are the unfinished jobs, and `now` is the time in seconds since the epoch. The keys of the result are names
+    of fields of `Situation`:
+
+    - "searches": number of studies that run
+    - "users": number of studies that run and whose models have the given `fingerprints`
+    - "starting": number of jobs, other than served studies, whose engines or workers have not begun to start
     """
     driven = [job for job in jobs if job.has_driver(now=now)]
     running = [job for job in driven if job.kind == SEARCH.name]

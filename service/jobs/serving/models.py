@@ -29,11 +29,10 @@ def engine_models(
 ) -> tuple[Family, EngineOptions]:
     """Find the models and the engine options of the study `record`.
 
-    `artifacts` and `data_dir` say where the study's alignments are. Alignments are maps between layers of different
-    models; merges in some search spaces need alignments. `note` is called with lines about downloads of models. The
-    study's tasks and their data need not be present. Raises Conflict if the models have changed since the study was
-    created, and InvalidStudy if the study may no longer read its models, or if its search space cannot be built from
-    them.
+    In some search spaces, merges need alignments (maps between layers of different models). The study's alignments are
+    in `artifacts` or `data_dir`. `note` is called with lines about downloads of models. Raises Conflict if the models
+    have changed since the study was created, and InvalidStudy if the study may no longer read its models, or if its
+    search space cannot be built from them.
     """
     resolved = ResolvedStudy.of(record)
     study = with_revisions(Study.model_validate(record.document), resolved)

@@ -42,7 +42,10 @@ class ServeCompleters:
         self._keep_idle_s = keep_idle_s
 
     def _name(self, place: Place) -> str:
-        """Name of the Serve application with the replicas of the kind `place`, on the cluster's present machines."""
+        """Name of the Serve application with the replicas that searches use too (SCORER), or with the own one (OWN).
+
+        The name for SCORER depends on whether the replicas now run on GPUs or on the CPU.
+        """
         if place is Place.OWN:
             return self._own
         return app_name(self._family, self._options, on_gpus=runs_on_gpus(self._family, gpu_need()))

@@ -1,4 +1,4 @@
-"""The request to serve a study, its checks, and the number of studies that a team may serve at the same time."""
+"""The request to serve a study, its checks, and the limit on the number of served studies."""
 
 from __future__ import annotations
 
@@ -84,9 +84,9 @@ def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
 def accepted_for(study: JobRecord, request: ServingRequest, sender: Account | None) -> Accepted:
     """Make the job that serves the trials of `study`, in the form in which jobs are stored.
 
-    The job's name is stated in `request`; by default, the name is the study's name followed by `-served`. Raises
-    InvalidStudy if the option `shares_engines` of `request` lets engines be shared with a search, and `sender` is not
-    an administrator, or if the study's models complete no prompts.
+    The job's name is stated in `request`; by default, the name is the study's name followed by `-served`. Only
+    administrators may set the option `shares_engines`, which shares the engines of a search. Raises InvalidStudy if
+    `sender` sets it and is no administrator, or if the study's models complete no prompts.
     """
     tasks = (entry["task"] for entry in study.document.get("objectives", ()) if "task" in entry)
     without = next((modality for modality in map(modality_of_task, tasks) if not modality.has_vocabulary), None)

@@ -6,9 +6,9 @@ its values. The series of the charts come from `service.results.series`; the tem
 - `page`: puts the page together
 - `texts`: the headline, key figures, and how numbers are written
 - `holdout`: the section on held-out data
-- `sample_pictures`: the section with pictures of held-out samples on which two trials differ
+- `sample_pictures`: the section with pictures of held-out samples that only one of two merges has right
 - `benchmarks`: the section on benchmarks
-- `history`: the section on every finished rung
+- `history`: the section on the values of trials at each rung that they finished
 - `front`: the section on the Pareto front
 - `hypervolume`: the picture of the front's hypervolume over the samples spent
 - `descents`: the section on descents by gradients

@@ -57,8 +57,8 @@ def _chart(
     """Draw a forest plot of a benchmark: the value of each trial with its interval, the best value first.
 
     `rows` have the trials' values. `kind` is "values" for the benchmark `name`, or "averages" for the average of the
-    group of benchmarks `name`. `column` has direction and range of the benchmark. The trial with the number `best` is
-    marked; None marks no trial. The result contains the chart under "svg", and `title` under "name".
+    group of benchmarks `name`. `column` has the direction and the range of the values. The trial with the number `best`
+    is marked; None marks no trial. The result contains the chart under "svg", and `title` under "name".
     """
     found: list[tuple[BenchmarkRowDocument, EstimateDocument]] = []
     for row in rows:

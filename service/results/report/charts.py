@@ -179,7 +179,7 @@ class Plot:
 
 @dataclass(frozen=True)
 class _Box:
-    """Rectangle that a text would cover in a plot of the smallest width, in pixels from the plot's upper left corner.
+    """Rectangle that a text would cover on the narrowest screen, in pixels from the plot's upper left corner.
 
     `anchor` is "start" if the text begins beside the point that it labels, and "end" if the text ends there. `dy` moves
     the text down, in pixels.
@@ -207,9 +207,9 @@ class _Text:
     is_movable: bool
 
     def places(self, *, bottom: float) -> list[_Box]:
-        """Possible positions of the text, the best first: beside its point, then with the opposite vertical shift.
+        """Possible positions of the text around its point, the best first.
 
-        `bottom` is the height of the horizontal axis, under which there are other texts.
+        Positions below `bottom`, the height of the horizontal axis, are left out, because other texts are there.
         """
         width = LETTER * min(len(self.text), MAX_NAME)
         at = NARROWEST * self.x

@@ -1,4 +1,4 @@
-"""Report section on gradient descents: losses of the batches, and the points that became trials."""
+"""Report section on gradient descents: the losses at each gradient, and the trials made along each descent."""
 
 from __future__ import annotations
 
@@ -56,11 +56,10 @@ def descents_section(run: RunRecord) -> dict[str, Any] | None:
 
 
 def _unit(run: RunRecord) -> str:
-    """Name of the loss that divides each objective's losses in the chart; "" if they are not divided.
+    """Text that names the loss by which the chart divides the losses of each objective; "" if they are not divided.
 
-    If the Pareto front was refined by gradients after the search, the losses are divided by the loss before the first
-    gradient. Otherwise the losses are divided by the mean loss of the baselines. Without baselines, the losses are not
-    divided.
+    If the Pareto front was refined by gradients after the search, this is the objective's loss before the first
+    gradient. Otherwise it is the mean loss of the baselines. Without baselines, the losses are not divided.
     """
     if run.has_refined:
         return "the objective's loss before the first gradient"
@@ -69,9 +68,9 @@ def _unit(run: RunRecord) -> str:
 
 
 def _loss(run: RunRecord) -> str:
-    """Text about the loss that the descents minimise, which the study file selects.
+    """Text about the loss that the descents minimise: the loss on reference answers, or the entropy of predictions.
 
-    With the loss `auto`, the loss of tasks of unlabelled images is the entropy, which is also their metric.
+    The study file selects the loss. By default, tasks of images without labels use the entropy.
     """
     asked = run.study.document.get("search", {}).get("gradient", {}).get("loss")
     if asked == ENTROPY:

@@ -1,6 +1,6 @@
 """Report section on the directions and scales of merges in the search space m3.
 
-In this section, p is the exponent of the p-series that gives the experts' shares.
+In this section, p is the exponent of a p-series: the k-th expert has a share proportional to k^-p.
 """
 
 from __future__ import annotations

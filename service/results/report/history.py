@@ -1,4 +1,4 @@
-"""Report section on the search history: every finished rung by trial number, and the best trial so far."""
+"""Report section on the search history: the trials' values at the rungs that they finished, and the best so far."""
 
 from __future__ import annotations
 

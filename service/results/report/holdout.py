@@ -18,7 +18,7 @@ __all__ = ["holdout_section"]
 def holdout_section(run: RunRecord, *, best: int | None) -> dict[str, Any] | None:
     """Build the data of the report's section on results on holdout data; None before a trial has such results.
 
-    The trial with number `best`, the best on search data, is marked.
+    The table and the charts mark the trial with number `best`, the best on search data.
     """
     rows = sort_holdout(holdout(run).rows)
     if not rows:

@@ -1,7 +1,6 @@
 """Symbols of charts with many trials: their shapes and colours, and how many are drawn.
 
-Large studies are drawn from a sample of their points. The table under a chart states in which file the other points
-are.
+In a large study, only some of the trials are drawn. The report says in which file all trials are.
 """
 
 from __future__ import annotations
@@ -33,5 +32,5 @@ SHAPES: dict[Origin, Shape] = {
 
 
 def evenly(items: Sequence[T], limit: int) -> list[T]:
-    """Choose `limit` of the items at equal distances, or all items if there are at most `limit` items."""
+    """Choose `limit` evenly spaced items, or all items if there are at most `limit`."""
     return list(items) if len(items) <= limit else [items[i * len(items) // limit] for i in range(limit)]

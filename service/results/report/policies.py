@@ -1,4 +1,7 @@
-"""Report section on trained policies: the mean outcome of their trials in each iteration."""
+"""Report section on trained policies: the mean outcome of their trials in each iteration.
+
+An outcome is the weighted sum of a trial's objective values, minus a price for its number of layers.
+"""
 
 from __future__ import annotations
 
@@ -63,8 +66,7 @@ def _curves(found: Sequence[PolicySeries], mean: Sequence[MeanIteration]) -> Mar
     An outcome is the weighted sum of a trial's objective values, minus a price for its number of layers. An iteration
     is a fixed number of trials. `found` has the data of each policy, and `mean` has the means over all policies. For
     one policy, the standard deviations are over the trials of an iteration. For several policies, the standard
-    deviations are over the policies, and are drawn around the policies' mean. An iteration that only one policy has
-    reached then has no standard deviation.
+    deviations are over the policies, and are drawn around the policies' mean.
     """
     if len(found) == 1:
         spread = [(turn, each.outcome, each.outcome_std) for turn, each in enumerate(found[0].iterations, start=1)]

@@ -105,11 +105,11 @@ def _source_texts(merge: Merge) -> Iterator[tuple[str, str]]:
 
 
 def _contributions(recipe: Recipe) -> Iterator[tuple[str, Mapping[str, float]]]:
-    """Yield each part of a recipe, and each model's mean share of the merges in this part, keyed by the model's name.
+    """Yield the name of each part of a recipe, and the share of each model in this part, keyed by model.
 
     The parts are all layers together, each component of layers (attention, MLP, norms), the embedding, the head, and
-    the single tensors that differ from their component. The mean is over the merges of the part, such as the merges of
-    its layers. The shares of a part sum to 1; they follow from the coefficients (function `model_shares`).
+    the single tensors that differ from their component. A model's share in a part is the mean of its shares in the
+    part's merges (function `model_shares`), so the shares of a part sum to 1.
     """
 
     def mean(merges: Sequence[Merge]) -> dict[str, float]:

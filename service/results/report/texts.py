@@ -47,7 +47,7 @@ def row_name(row: HoldoutDocument | BenchmarkRowDocument) -> str:
 def _score(row: HoldoutDocument) -> EstimateDocument | None:
     """The estimate by which rows of held-out results are ranked: the mean of the objectives, or the only objective.
 
-    Returns None for a row without a mean and with several objectives.
+    Returns None if there are several objectives, but the row has no mean of them.
     """
     return row["mean"] or (next(iter(row["values"].values())) if len(row["values"]) == 1 else None)
 

@@ -3,15 +3,15 @@
 A module of this package that declares a chart with `@chart` is found automatically.
 
 - `base`: the `Chart` class and the `@chart` decorator
-- `history`: every finished rung, and the best trial so far
+- `history`: the values of each trial at each rung that it finished, and the best trial so far
 - `front`: trials at full budget, and the Pareto front
 - `holdout`: held-out estimates
 - `recipe`: the merge of the best trial
-- `budget`: rungs that trials reached, and samples that they cost
+- `budget`: the number of trials at each rung, and the number of samples scored
 - `descents`: losses over the gradients of each descent
-- `policies`: the outcomes of the iterations of each policy that is learned
+- `policies`: the mean outcome of each policy's trials in each iteration
 - `coefficients`: the best trial's coefficients by layer, component and expert
-- `path`: the layer path of the best trial, with its scales
+- `path`: the layer path of the best trial, with the scales of its layers
 - `races`: trials that were stopped early, with rung and rule
 - `directions`: directions and scales of merges in the space `m3`, and the best merge of each method
 - `rungs`: the outcomes of trials at each rung of each bracket

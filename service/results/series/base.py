@@ -23,7 +23,8 @@ class Chart(Generic[Series]):
 
     The function's name is the chart's name, and its docstring is the chart's title. The series is a frozen dataclass,
     whose fields are the keys of the API's JSON. `place` is the chart's position in lists of charts: lists are sorted by
-    `place`. `of_trial` computes the series of any trial of a study, if the chart shows a single trial; None otherwise.
+    `place`. `of_trial` is a function that computes the series of a given trial; it is None if the chart does not show a
+    single trial.
     """
 
     compute: Callable[[RunRecord], Series]
@@ -76,7 +77,8 @@ def chart(
 
     The function's name is the chart's name, its docstring is the title, and its return type is the type of the series.
     `place` is the chart's position in lists of charts, which are sorted by it. A chart of a single trial shows the best
-    trial of a run; `of_trial` computes the series of any other trial for it, and is None for charts of several trials.
+    trial of a run, and needs `of_trial`, which computes the series of any other trial; for charts of several trials,
+    `of_trial` is None.
     """
 
     def declare(compute: Callable[[RunRecord], Series]) -> Chart[Series]:

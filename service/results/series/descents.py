@@ -1,4 +1,4 @@
-"""Data of the chart on gradient descents: losses of every gradient's batch, and points that became trials."""
+"""Data of the chart on gradient descents: the losses at each gradient, and the trials made along each descent."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class DescentsPlot:
 
 @chart(place=6)
 def descents(run: RunRecord) -> DescentsPlot:
-    """Losses at each gradient of the gradient descents, with the points that became trials."""
+    """Losses at each gradient of the gradient descents, and the trials made along each descent."""
     found: dict[int, list[tuple[int, GradientStep]]] = {}
     for number, gradient in enumerate(run.gradients, start=1):
         found.setdefault(gradient.request.descent, []).append((number, gradient))
@@ -95,7 +95,7 @@ def _step(number: int, step: GradientStep, preference: Mapping[str, float]) -> D
 
 
 def _preference(step: GradientStep) -> Mapping[str, float]:
-    """The user's weights of the objectives in the gradient descent that the gradient `step` is a part of.
+    """The weights that the user gave to the objectives, for the gradient descent to which `step` belongs.
 
     In a study without such weights, all weights are equal.
     """

@@ -37,10 +37,10 @@ class DirectionsPlot:
     """Directions and scales of the merges that were scored on all samples.
 
     The direction of a merge is every expert's share of the sum of task vectors, and its scale is the factor of this
-    sum. `points` contains the merges, and `experts` contains the aliases of the experts. If the direction is a
-    p-series, the expert at rank k in an order of the experts has a share proportional to k^-p; if the study searches
-    this order, `best_of_orders` contains the best proposal of each order. The plot is empty unless the study's search
-    space is `m3`, which gives each expert one share for the whole model.
+    sum. `points` contains the merges, and `experts` contains the aliases of the experts. Some studies search an order
+    of the experts, in which the k-th expert gets a share proportional to k^-p; `best_of_orders` then contains the best
+    proposal of each order. The plot is empty unless the study's search space is `m3`, which gives each expert one share
+    for the whole model.
     """
 
     plot: Literal["directions"]

@@ -1,4 +1,4 @@
-"""Data of the chart on the search history: every finished rung by trial number, and the best trial so far."""
+"""Data of the chart on the search history: the trials' values at the rungs that they finished, and the best so far."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def _series(
     Args:
         trials: Trials, sorted by number.
         names: The objectives, averaged if there are several.
-        objective: Name and direction of the line.
+        objective: Name and direction of the values that the line shows.
         left_out: Numbers of trials that violate constraints, which cannot be the best so far.
     """
     points: list[HistoryPoint] = []

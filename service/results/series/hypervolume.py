@@ -73,8 +73,8 @@ def _points(run: RunRecord) -> tuple[HypervolumePoint, ...]:
 def _spent(run: RunRecord) -> dict[int, int]:
     """Total number of samples that the search has used up to and including each trial, keyed by trial number.
 
-    Samples that were scored for a trial count as used. Gradients and other computations for the trial's proposal also
-    count, each as a stored number of samples.
+    Samples that were scored for a trial count as used. The losses and gradients that were computed for the trial's
+    proposal also count as a number of samples.
     """
     trials = sorted(run.trials, key=lambda trial: trial.number)
     each = [trial.samples_scored + run.search.charges.get(trial.number, 0) for trial in trials]

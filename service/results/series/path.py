@@ -1,4 +1,4 @@
-"""Data of the chart of the best trial's layer path: the model and layer at each position, with its scales."""
+"""Data of the chart of the best trial's layer path: at each position the model, its layer, and the layer's scales."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def _of_trial(study: JobRecord, trial: TrialRecord) -> PathPlot:
 
 @chart(place=9, of_trial=_of_trial)
 def path(run: RunRecord) -> PathPlot:
-    """Layers of the best trial: the model and layer at each position, with its scales (factors)."""
+    """Layers of the best trial: at each position the model, its layer, and the layer's scales (factors)."""
     if run.best is None:
         return PathPlot("path", trial=None, models=[], is_plain=True, steps=())
     return _of_trial(run.study, run.best)

@@ -46,7 +46,8 @@ class MeanIteration:
 class PoliciesPlot:
     """The policies (networks that build layer paths) that a search has trained, in the order of their start.
 
-    `mean` has, for each training iteration, the mean over all policies.
+    `mean` has, for each training iteration, the mean of the policies' outcomes. An outcome is the weighted sum of a
+    trial's values, minus a price for its number of layers.
     """
 
     plot: Literal["policies"]

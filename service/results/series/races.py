@@ -54,7 +54,7 @@ class RaceEntry:
 
 @dataclass(frozen=True)
 class RacesPlot:
-    """Rungs that each searched trial reached, and the reasons why trials were stopped.
+    """Rungs that each trial of the search reached, and the reasons why trials were stopped.
 
     A rung is a number of samples at which trials are compared. `scheduler` is the name of the scheduler, such as
     racing, which stops a trial when others are better.

@@ -36,7 +36,7 @@ class LayersPicture:
 
 @dataclass(frozen=True)
 class RecipePlot:
-    """Merge of the best trial or of a given trial, with every model's share; null before there is a best trial."""
+    """Merge of the best trial or of a given trial, with every model's share; empty before there is a best trial."""
 
     plot: Literal["recipe"]
     trial: int | None

@@ -57,15 +57,15 @@ def analyse(
     A fleet is the experts of one fine-tuning.
 
     Args:
-        fleets: For each fleet the specifications and the directories of its experts, keyed by alias. The first fleet is
-            shown first, and all losses are on its tasks. A fleet whose experts were all trained by the method "tangent"
-            (as linearizations of the base) is analysed twice: its experts are merged as ordinary models, and then as
-            linearized models. The second analysis has no loss landscapes.
+        fleets: For each fleet the specifications and the directories of its experts, keyed by alias. All losses are
+            computed on the evaluation tasks of the first fleet. A fleet whose experts were all trained by the method
+            "tangent" (as linearizations of the base) is analysed twice: its experts are merged as ordinary models, and
+            then as linearized models. The second analysis has no loss landscapes.
         samples: Number of samples of each evaluation task on which the merge coefficients are chosen. The reported
             values are measured on the same number of other samples.
         wudi: Whether WUDI-Merging is among the merge methods.
         note: Called with a line of progress.
-        progressed: Called after every merge.
+        progressed: Called before every merge is measured.
         access: Limits the files that tasks may read; None is no limit.
 
     Raises:
@@ -128,7 +128,8 @@ def _mixed(
     `names` are the names of the two fleets. `first` contains the specifications and the directories of the first
     fleet's experts, keyed by alias. `places` contains the directories of the second fleet's experts, keyed by alias.
     `samples` is the number of samples by which coefficients are chosen. `wudi` says whether WUDI-Merging is among the
-    methods. `progressed` is called after every merge. `access` limits the files that tasks may read; None is no limit.
+    methods. `progressed` is called before every merge is measured. `access` limits the files that tasks may read; None
+    is no limit.
     """
     from workers.training.finetuning.merge_losses import losses_of_experts, mixed_table
 

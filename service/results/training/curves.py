@@ -56,8 +56,8 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:
     """Reduce a loss curve to at most MAX_POINTS points by averaging adjacent points.
 
-    A point is a pair (step, loss), and its loss is the mean over all steps since the previous point. Means of points
-    are weighted by these numbers of steps.
+    A point is a pair (step, loss), and its loss is the mean over all steps since the previous point. The loss of an
+    averaged point is again the mean over its steps.
     """
     size = -(-len(points) // MAX_POINTS) or 1
     weights = [after - before for before, after in pairwise([0, *(step for step, _ in points)])]

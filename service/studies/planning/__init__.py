@@ -7,6 +7,7 @@
 - `roofline`: seconds of an engine's start, a swap, an evaluation, a gradient step and a verification
 - `placement`: the places and the memory of engines, source weights, gradients and verification, and missing resources
 - `schedule`: the phases of a study, with the seconds of each
+- `advice`: changes that make a study shorter, where the CPU computes because engines use every GPU
 - `plan`: the whole plan of a study
 - `chart`: values of the Helm chart for a study
 """

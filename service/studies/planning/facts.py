@@ -1,4 +1,7 @@
-"""Sizes of a family's models, read from configurations and headers, from which a plan computes seconds and bytes."""
+"""Sizes of a family's models, from which the plan of a study computes seconds and bytes.
+
+The sizes are read from the models' configurations and the headers of their weight files.
+"""
 
 from __future__ import annotations
 
@@ -18,10 +21,12 @@ class ModelFacts:
     """Sizes of the models of a family, from which a plan computes seconds and bytes.
 
     Attributes:
-        parameters: Parameters of a merge.
-        multiplied: Parameters outside the embedding and the head. Each multiplies an activation once for each token.
-        head: Parameters of the output head, which multiplies activations only where logits are computed.
-        attention: Operations of attention, over all layers, for each pair of a token and an earlier token.
+        parameters: Number of parameters of a merge.
+        multiplied: Number of parameters outside the embedding and the output head. Each multiplies an activation once
+            for each token.
+        head: Number of parameters of the output head, which multiplies activations only where logits are computed.
+        attention: Number of arithmetic operations of attention for each pair of a token and an earlier token, over all
+            layers.
         layers: Number of layers.
         tensors: Number of tensors of a merge.
         bank_bytes: Bytes of all sources as they are stored.

@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from service.disk import gib
 from service.studies.planning.profiles import MachineProfile
 from service.studies.preflight.resources import OF_SEVERAL, scored_methods, uses_statistics
 from workers.engines.vllm.memory import (
+    CONTEXT_BYTES,
     MAX_NUM_SEQS,
     TEXT_TOKENS,
     EngineMemory,
@@ -24,7 +25,9 @@ from workers.engines.vllm.memory import (
     usable_gpu_bytes,
     value_bytes,
 )
+from workers.engines.vllm.paths.sizes import path_requirements
 from workers.errors import EngineUnavailable
+from workers.serving.gpu_verification import BYTES_PER_PARAMETER
 from workers.types import Placement
 
 if TYPE_CHECKING:
@@ -33,10 +36,14 @@ if TYPE_CHECKING:
     from service.studies.preflight.resources import MemoryPlan
     from workers.models.family import ResolvedFamily
 
-__all__ = ["Part", "StudyPlacement", "place_study"]
+__all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "fits_gpu", "place_study"]
 
 # The share of a host's memory that a study may plan for; the rest is for the system, Ray and caches of files.
 HOST_USABLE = 0.95
+# Parts whose GPUs have no engine; the others share each GPU of an engine.
+ON_OWN_GPUS = frozenset({"gradients", "verification"})
+# Shares of a GPU are rounded down to 1e-4; more than this share of the memory for merging is all of it.
+RESERVED = 0.99
 # Copies of a checkpoint that a verification has in memory (`workers.engines.transformers.verification.COPIES`).
 VERIFICATION_COPIES = 5
 
@@ -68,6 +75,8 @@ class StudyPlacement:
         texts: Number of texts that an engine serves at the same time.
         gpu_capacity: Usable bytes of each GPU; 0 without GPUs.
         host_capacity: Usable bytes of each host.
+        verifies_on_gpu: Whether a GPU without an engine, on the machine with most engines, verifies merges.
+        num_parameters: Number of parameters of a merge.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
     """
 
@@ -79,11 +88,13 @@ class StudyPlacement:
     texts: int
     gpu_capacity: int
     host_capacity: int
+    verifies_on_gpu: bool
+    num_parameters: int
     lacks: tuple[str, ...]
 
     @property
     def gpu_bytes(self) -> int:
-        return sum(part.gpu_bytes for part in self.parts if part.name != "gradients")
+        return sum(part.gpu_bytes for part in self.parts if part.name not in ON_OWN_GPUS)
 
     @property
     def host_bytes(self) -> int:
@@ -99,6 +110,8 @@ def place_study(
     memory: MemoryPlan,
     gradients: GradientPlace | None,
     gradient_gpu_bytes: int = 0,
+    max_layers: int = 0,
+    aligns: bool = False,
 ) -> StudyPlacement:
     """Place the engines and the gradients of a study on machines of a profile, and compute the memory that each needs.
 
@@ -110,15 +123,19 @@ def place_study(
         memory: Host memory that the study needs, as the checks of the study planned it.
         gradients: Where gradients are computed; None if the study computes none.
         gradient_gpu_bytes: Bytes that gradients need of a GPU.
+        max_layers: Number of layers of the longest merge if merges have any number of layers, else 0.
+        aligns: Whether merges may have alignments between layers.
     """
     ranks = study.engine.tensor_parallel_size
-    needs = memory_requirements(
-        sources, config=sources.base.settings, dtype=dtype, max_length=study.engine.max_model_len, ranks=ranks
-    )
     on_gpus = profile.gpus > 0
     each = max(1, profile.gpus // ranks) if on_gpus else study.engine.replicas
     nodes = min(profile.nodes, math.ceil(study.engine.replicas / each)) if on_gpus else min(profile.nodes, each)
     engines = math.ceil(study.engine.replicas / max(1, nodes))
+    own_gpus = gradients.num_gpus if gradients is not None and gradients.device == "cuda" else 0
+    # The machine with fewest engines has most GPUs for gradients.
+    on_last = study.engine.replicas - engines * (nodes - 1)
+    if own_gpus > profile.gpus - on_last * ranks and nodes < profile.nodes:
+        nodes += 1
     host_capacity = int(HOST_USABLE * profile.host_bytes)
     verification = VERIFICATION_COPIES * sources.num_parameters * value_bytes(dtype)
     verifies = study.engine.verify is not False
@@ -127,6 +144,8 @@ def place_study(
     if on_gpus:
         capacity = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
         processes = engines * ranks
+        needs, lack = _requirements(study, sources, profile, dtype=dtype, max_layers=max_layers, aligns=aligns)
+        lacks += lack
         divided, reason, lack = _divided(needs, profile, processes=processes)
         lacks += lack
         methods = scored_methods(study, sources)
@@ -134,13 +153,22 @@ def place_study(
         if uses_statistics(methods, OF_SEVERAL):  # they have the memory that the sources leave
             statistics += needs.recent if divided is None else divided.recent
         kept = divided.placements[0] if divided is not None else Placement.MAPPED
-        left = capacity - needs.scratch - (needs.bank if kept is Placement.GPU else 0) - needs.engine(1)
-        texts = _texts(needs, max(0, left) + needs.engine(1) - needs.engine(0))
+        banked = needs.bank if kept is Placement.GPU else 0
+        # vLLM reserves the engine's share of a GPU, and fills it with keys and values.
+        held = needs.engine(1) if divided is None else int(divided.gpu_share * profile.gpu_bytes)
+        texts = _texts(needs, held - replace(needs, kv_token=0).engine(1))
+        beside = needs.beside if divided is None else min(needs.beside, max(0, capacity - held - banked))
+        where_merged = "each GPU" if beside >= RESERVED * needs.scratch else "each GPU; larger ones on the CPU"
+        weights = f"{_on(ranks, engines)}, a pool of layers" if max_layers else _on(ranks, engines)
         parts += [
-            Part("engine weights", _on(ranks, engines), gpu_bytes=needs.weights),
+            Part("engine weights", weights, gpu_bytes=needs.weights),
             Part("activations, graphs, one text", "each GPU", gpu_bytes=needs.engine(1) - needs.weights),
-            Part("merging one tensor", "each GPU", gpu_bytes=needs.scratch),
-            Part("KV cache beyond one text", f"each GPU, {texts} texts at once", gpu_bytes=max(0, left)),
+            Part("merging one tensor, or log-probabilities", where_merged, gpu_bytes=beside),
+            Part(
+                "KV cache beyond one text",
+                f"each GPU, {texts} texts at once",
+                gpu_bytes=max(0, held - needs.engine(1)),
+            ),
         ]
         where = {
             Placement.GPU: Part("source weights", "GPU memory, a copy in each GPU", gpu_bytes=needs.bank),
@@ -159,7 +187,9 @@ def place_study(
         bank = kept.value
     else:
         capacity, bank, reason = 0, "mapped", "engines on a CPU read mapped files"
-        kv = kv_cache_bytes(sources.base.settings, study.engine.max_model_len, dtype)
+        longest = {**sources.base.settings, "num_hidden_layers": max_layers} if max_layers else sources.base.settings
+        kv = kv_cache_bytes(longest, study.engine.max_model_len, dtype)
+        needs = memory_requirements(sources, config=longest, dtype=dtype, max_length=study.engine.max_model_len)
         texts = _texts(needs, kv)
         parts += [
             Part("source weights", "files mapped into memory, shared", host_bytes=memory.bank_bytes),
@@ -171,12 +201,57 @@ def place_study(
         own = "a GPU of their own" if gradients.num_gpus == 1 else f"{gradients.num_gpus} GPUs of their own"
         place = f"host CPU{twice}" if on_cpu else f"{own}{twice}"
         parts.append(Part("gradients", place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
+    # After the search, when GPUs and memory of gradients are free again.
+    on_gpu = BYTES_PER_PARAMETER * sources.num_parameters
+    is_free = engines * ranks < profile.gpus and fits_gpu(sources.num_parameters, profile)
+    is_free = is_free and not aligns  # merges with alignments are verified by the engine's process, on the CPU
     if verifies:
-        # After the search, when the memory of gradients is free again.
         held = memory.gradient_bytes if gradients is not None else 0
-        parts.append(Part("verification", "host CPU, after the search", host_bytes=max(0, verification - held)))
-    placement = StudyPlacement(tuple(parts), bank, reason, nodes, engines, texts, capacity, host_capacity, ())
+        place = "a GPU without an engine, after the search" if is_free else "host CPU, after the search"
+        parts.append(Part("verification", place, on_gpu if is_free else 0, max(0, verification - held)))
+    placement = StudyPlacement(
+        tuple(parts),
+        bank,
+        reason,
+        nodes,
+        engines,
+        texts,
+        capacity,
+        host_capacity,
+        verifies and is_free,
+        sources.num_parameters,
+        (),
+    )
     return replace(placement, lacks=(*lacks, *_lack_of_host(placement, study, profile)))
+
+
+def fits_gpu(num_parameters: int, profile: MachineProfile) -> bool:
+    """Whether one GPU of `profile` can verify a merge of `num_parameters` parameters; False if there are no GPUs."""
+    return profile.gpus > 0 and BYTES_PER_PARAMETER * num_parameters <= profile.gpu_bytes - CONTEXT_BYTES
+
+
+def _requirements(
+    study: Study, sources: ResolvedFamily, profile: MachineProfile, *, dtype: str, max_layers: int, aligns: bool
+) -> tuple[MemoryRequirements, list[str]]:
+    """The memory that an engine needs on each GPU of a machine that `profile` describes, and what does not fit.
+
+    The arguments are as in `place_study`. If merges have any number of layers, the engine has a pool of layers, which
+    takes the memory that is left; a longest merge that does not fit is a lack.
+    """
+    engine = study.engine
+    options: dict[str, Any] = {
+        "config": sources.base.settings,
+        "dtype": dtype,
+        "max_length": engine.max_model_len,
+        "ranks": engine.tensor_parallel_size,
+    }
+    if not max_layers:
+        return memory_requirements(sources, **options), []
+    gpu: dict[str, Any] = {"gpu_free": profile.gpu_bytes, "gpu_total": profile.gpu_bytes}
+    try:
+        return path_requirements(sources, **options, **gpu, max_layers=max_layers, aligns=aligns)[0], []
+    except EngineUnavailable as error:
+        return memory_requirements(sources, **options), [f"{error} (of {profile.name}'s)"]
 
 
 def _divided(
@@ -199,6 +274,7 @@ def _divided(
         )
     except EngineUnavailable:
         usable = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
+        usable = min(usable, profile.gpu_bytes - CONTEXT_BYTES - needs.logprobs)
         lack = (
             f"an engine needs {gib(needs.engine(1))} of each GPU, {gib(needs.weights)} of them for weights; "
             f"{gib(usable)} of {profile.name}'s are usable"

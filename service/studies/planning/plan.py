@@ -5,11 +5,13 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.spaces.base import AlignedSpace
+from service.studies.planning.advice import advice_of
 from service.studies.planning.chart import chart_values
 from service.studies.planning.facts import ModelFacts, facts_of
 from service.studies.planning.placement import StudyPlacement, place_study
 from service.studies.planning.profiles import MachineProfile
-from service.studies.planning.roofline import CPU, GPU, Device, Speeds
+from service.studies.planning.roofline import CPU, GPU, PATHS_ON_GPU, TRANSFORMERS_ON_GPU, Device, Speeds
 from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths
 from service.studies.preflight.gradients import gradient_gpu_bytes
 from workers.engines.vllm.memory import kv_token_bytes, value_bytes
@@ -30,13 +32,15 @@ class StudyPlan:
         profile: The machines.
         dtype: Dtype of the engines.
         facts: Sizes of the models.
-        placement: Places of the study's parts, with their memory.
+        placement: Where on the machines each part of the study is kept, and how much memory it takes.
         phases: Phases of the study with their seconds.
         hours: Bounds on the hours of the study.
         gpu_hours: Bounds on the hours, times the number of the study's GPUs, or of its machines if the machines have no
             GPUs.
         cost: Bounds on `gpu_hours` times the price; None if no price is known.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
+        advice: Changes that would make the study much shorter on these machines; empty if none is known, and if the
+            study does not fit.
         chart: Values of the Helm chart for the study.
     """
 
@@ -49,6 +53,7 @@ class StudyPlan:
     gpu_hours: Bounds
     cost: Bounds | None
     lacks: tuple[str, ...]
+    advice: tuple[str, ...]
     chart: dict[str, Any]
 
     @property
@@ -75,6 +80,9 @@ def plan_of(
     """
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
+    # Layers of the longest merge, where merges have any number of layers.
+    max_layers = 0 if preflight.models.size is None else preflight.models.size.max_layers
+    space = preflight.space
     placement = place_study(
         study,
         sources,
@@ -82,7 +90,11 @@ def plan_of(
         dtype=dtype,
         memory=preflight.memory,
         gradients=gradients,
-        gradient_gpu_bytes=gradient_gpu_bytes(study, sources, gradients) if gradients is not None else 0,
+        gradient_gpu_bytes=(
+            gradient_gpu_bytes(study, sources, gradients, max_layers=max_layers) if gradients is not None else 0
+        ),
+        max_layers=max_layers if sources.modality.runs_on_vllm else 0,
+        aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
     )
     threads = study.engine.tensor_parallel_size if profile.gpus else _threads(profile, study.engine.replicas)
     speeds = engine_speeds(
@@ -96,8 +108,9 @@ def plan_of(
         texts=placement.texts,
         divides_merges=_divides_merges(study, sources),
     )
-    size = preflight.models.size
-    deepest = replace(speeds, facts=facts if size is None else facts.deepened(size.max_layers))
+    if profile.gpus and max_layers and sources.modality.runs_on_vllm:
+        speeds = replace(speeds, device=replace(speeds.device, calibration=PATHS_ON_GPU))
+    deepest = replace(speeds, facts=facts.deepened(max_layers) if max_layers else facts)
     host = engine_speeds(
         facts,
         replace(profile, gpus=0),
@@ -105,6 +118,10 @@ def plan_of(
         dtype="float32",
         threads=max(1, profile.cores - 1),
     )
+    verification_speeds = None
+    if placement.verifies_on_gpu:
+        on_one = engine_speeds(facts, profile, config=sources.base.settings, dtype="float32")
+        verification_speeds = replace(on_one, device=replace(on_one.device, calibration=TRANSFORMERS_ON_GPU))
     gradient_speeds = None
     if gradients is not None:
         on_gpu = gradients.device == "cuda"
@@ -121,6 +138,7 @@ def plan_of(
         gradient_speeds=gradient_speeds,
         host_speeds=host,
         steps=steps,
+        verification_speeds=verification_speeds,
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
@@ -132,7 +150,8 @@ def plan_of(
     cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)
     every = placement.lacks or lacks  # preflight's reasons are about the same memory, without the parts
     chart = chart_values(study, profile, placement, sources_bytes=facts.bank_bytes)
-    return StudyPlan(profile, dtype, facts, placement, phases, hours, gpu_hours, cost, every, chart)
+    advice = () if every else advice_of(study, profile, placement, gradients, phases)
+    return StudyPlan(profile, dtype, facts, placement, phases, hours, gpu_hours, cost, every, advice, chart)
 
 
 def engine_speeds(
@@ -177,11 +196,11 @@ def engine_speeds(
 
 
 def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
-    """Whether each rank on a GPU merges only the elements that it holds, for every merge method of a study.
+    """Whether an engine on several GPUs divides the work of a merge among its ranks (one process for each GPU).
 
-    The merge methods are the methods of the study's search space. Ranks divide the work in this way for methods with a
-    kernel for CUDA. `sources` are the models of the study. If a model is an adapter, the result is False, because each
-    rank then reads whole tensors.
+    If so, each rank merges only its own elements of the tensors. This requires a CUDA kernel for every merge method of
+    the study's search space. It is not possible if one of the models `sources` is an adapter, because each rank then
+    reads whole tensors.
     """
     from workers.merging.kernels import ON_CUDA
 

@@ -10,11 +10,21 @@ assumptions, because no engine has run on a GPU yet.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from service.studies.planning.facts import ModelFacts
 
-__all__ = ["CPU", "GPU", "Calibration", "Device", "SampleTokens", "Speeds", "Work"]
+__all__ = [
+    "CPU",
+    "GPU",
+    "PATHS_ON_GPU",
+    "TRANSFORMERS_ON_GPU",
+    "Calibration",
+    "Device",
+    "SampleTokens",
+    "Speeds",
+    "Work",
+]
 
 
 @dataclass(frozen=True)
@@ -97,6 +107,10 @@ GPU = Calibration(
     verify_s=5.0,
     verify_reads=10.0,
 )
+# Assumptions for passes without CUDA graphs, where each of a layer's kernels is launched by Python: vLLM's engines for
+# layer paths, and transformers, which verifies merges.
+PATHS_ON_GPU = replace(GPU, layer_s=2e-4)
+TRANSFORMERS_ON_GPU = replace(GPU, layer_s=7e-4)
 
 
 @dataclass(frozen=True)
@@ -169,8 +183,8 @@ class Speeds:
     def evaluation_s(self, work: Work) -> float:
         """Seconds to score the samples in `work` on a merge that the engine already has.
 
-        The engine reads the prompts in passes of at most 4,096 tokens. The engine generates the answers of up to
-        `texts` samples together, one token of each answer in a pass.
+        The engine reads the prompts in passes of at most 4,096 tokens. It then generates the answers, in batches of at
+        most `self.texts` samples; each pass adds one token to every answer of the batch.
         """
         if not work.samples:
             return 0.0
@@ -219,11 +233,11 @@ class Speeds:
         return own.start_s + loading + moving + passes + self.swap_s
 
     def step_s(self, work: Work, *, recomputes: bool) -> float:
-        """Seconds of a gradient step: merging, a forward and a backward pass, and derivatives of coefficients.
+        """Seconds of a gradient step: merging, a forward and a backward pass, and the derivatives of the coefficients.
 
         `work` has the samples. A backward pass takes twice as long as a forward pass. If `recomputes` is True,
-        activations are recomputed, which takes another forward pass. The derivatives of coefficients read the sources
-        once more.
+        activations are recomputed, which takes another forward pass. For the derivatives with respect to the
+        coefficients, the sources are read once more.
         """
         own, facts = self.device.calibration, self.facts
         tokens = work.samples * (work.tokens.read + work.tokens.answered)
@@ -232,17 +246,18 @@ class Speeds:
         passes = 4 if recomputes else 3
         return own.step_s + passes * operations / (self.device.products * own.step_products) + 2 * self.merge_s
 
-    def verification_s(self, work: Work) -> float:
+    def verification_s(self, work: Work, *, on: Speeds | None = None) -> float:
         """Estimate the seconds of a verification: a merge is exported, loaded with transformers in float32, and scored.
 
-        `work` has the number of samples that are scored and their lengths in tokens. A verification runs on the host's
-        CPU, so the estimate holds for a `Speeds` whose field `device` is that CPU.
+        `work` has the number of samples that are scored and their lengths in tokens. The host's CPU exports the merge,
+        so the estimate holds for a `Speeds` whose field `device` is that CPU. `on` has the speeds of the device that
+        scores the samples; None means the same CPU.
         """
-        own, facts = self.device.calibration, self.facts
+        own, facts, passes = self.device.calibration, self.facts, on or self
         full = facts.parameters * 4
         tokens, together = work.tokens, 1.0
-        reading = self.pass_s(tokens.read, context=tokens.read / 2, logits=together, read_bytes=full)
-        step = self.pass_s(1, context=tokens.read, logits=together, read_bytes=full)
+        reading = passes.pass_s(tokens.read, context=tokens.read / 2, logits=together, read_bytes=full)
+        step = passes.pass_s(1, context=tokens.read, logits=together, read_bytes=full)
         scored = work.samples * (2 * reading + tokens.answered * step)
         written = own.verify_reads * full / self.device.bandwidth + 2 * self.model_bytes / self.disk_bandwidth
-        return own.verify_s + self.swap_s + self.merge_s + written + scored
+        return passes.device.calibration.verify_s + self.swap_s + self.merge_s + written + scored

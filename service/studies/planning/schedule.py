@@ -48,9 +48,9 @@ class StudyLengths:
 class Phase:
     """A phase of a study, such as scoring the baselines, in which the same work is repeated several times.
 
-    `name` names the phase in the plan. `number` is the number of repetitions, for example of baselines. `seconds` are
-    bounds on the seconds of one repetition. `width` is the largest number of engines that can work on different
-    repetitions at the same time.
+    `name` names the phase in the plan. `number` is the number of repetitions, for example the number of baselines.
+    `seconds` are bounds on the seconds of one repetition. `width` is the largest number of engines that can work on
+    different repetitions at the same time.
     """
 
     name: str
@@ -99,6 +99,7 @@ def phases_of(
     gradient_speeds: Speeds | None,
     host_speeds: Speeds,
     steps: tuple[int, int],
+    verification_speeds: Speeds | None = None,
 ) -> tuple[Phase, ...]:
     """The phases of a study, with their seconds, in the order of running.
 
@@ -110,6 +111,7 @@ def phases_of(
         gradient_speeds: Speeds of the device that computes gradients; None if no gradients are computed.
         host_speeds: Speeds of the host's CPU.
         steps: Number of gradient steps, and number of samples of each step.
+        verification_speeds: Speeds of the device that computes verifications; None for the host's CPU.
     """
     replicas = preflight.study.engine.replicas
     phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
@@ -147,7 +149,7 @@ def phases_of(
     if verify is not False and lengths.objectives:
         share = {name: float(verify.samples) for name in lengths.objectives}
         least, most = _work(share, lengths.objectives)
-        bounds = Bounds(host_speeds.verification_s(least), host_speeds.verification_s(most))
+        bounds = Bounds(*(host_speeds.verification_s(work, on=verification_speeds) for work in (least, most)))
         phases.append(Phase("verification", verify.trials, bounds, 1))
     return tuple(phases)
 
@@ -155,8 +157,8 @@ def phases_of(
 def _rungs(preflight: PreflightResult) -> Iterator[tuple[int, Mapping[str, float], str]]:
     """Yield, for each rung, the number of trials scored at it, the mean new samples of a trial, and the rung's name.
 
-    A rung is a number of samples at which trials are compared. New samples are samples on which the trial was not
-    scored at an earlier rung; their numbers are given by objective. `preflight` is the checked study.
+    A rung is a number of samples at which trials are compared. New samples are those on which the trial was not scored
+    at an earlier rung; their mean numbers are keyed by objective. `preflight` is the checked study.
     """
     rungs = preflight.budget.rung_samples
     found: dict[tuple[int, int], int] = {}
@@ -197,8 +199,8 @@ def _work(samples: Mapping[str, float], lengths: Mapping[str, Lengths]) -> tuple
 def mean_tokens(parts: Sequence[tuple[float, Mapping[str, float], Mapping[str, Lengths]]]) -> Bounds:
     """Bounds on the mean number of tokens of a sample, prompt and answer together, over several parts of a study.
 
-    Each of `parts` has three values: its number of samples, the share of each task in these samples, and the mean
-    lengths of each task's samples. Shares need not sum to 1.
+    Each of `parts` has three values: its number of samples, the weight of each task in its mean, and the mean lengths
+    of each task's samples. Weights need not sum to 1.
     """
     least = most = number = 0.0
     for samples, shares, lengths in parts:

@@ -1,7 +1,8 @@
 """Layer paths that a trained policy proposes without further training, for other preferences or other models.
 
-A policy that is conditioned on the preference vector proposes paths for any vector. A policy whose input describes
-models only by statistics of their layers proposes paths through other models with the same number of layers.
+A layer path is the sequence of source models' layers of which a merge consists. A policy that is conditioned on the
+preference vector (weights of the objectives) proposes paths for any vector. A policy whose input describes models only
+by statistics of their layers proposes paths through other models with the same number of layers.
 """
 
 from __future__ import annotations

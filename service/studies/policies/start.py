@@ -1,4 +1,4 @@
-"""Studies whose layer-path policies are initialised with the trained policies of another study.
+"""Studies whose policies (networks that build merges) are initialised with the trained policies of another study.
 
 When the new study first runs, the policies that the other study has at that time are stored as artifacts of the new
 study. The digests of the policies are stored as one of its documents. Therefore the new study can be resumed even if
@@ -160,7 +160,7 @@ def _check_searcher(record: JobRecord) -> None:
 
 
 def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[bytes, ...]) -> None:
-    """Check that the policies of an earlier study have the kind of action (`search.hm3.action`) of the new study.
+    """Check that an earlier study's policies have the same kind of action (`search.hm3.action`) as the new study's.
 
     `record` is the earlier study's job, and `kept` has the checkpoints of its policies. `preflight` is the checked new
     study. Raises Conflict if the kinds differ.
@@ -178,7 +178,7 @@ def _check_actions(preflight: PreflightResult, record: JobRecord, kept: tuple[by
 
 
 def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -> None:
-    """Check that the policies of the study `other` have the network inputs and outputs of the new study's policies.
+    """Check that the policies of the study `other` have the same network inputs and outputs as those of the new study.
 
     The study `other` must have trained policies itself. Both studies must have the same kind of policy, number of
     layers, and number of objectives. If both studies have the same objectives, the objectives must be in the same
@@ -215,7 +215,7 @@ def _check_shapes(preflight: PreflightResult, record: JobRecord, other: Study) -
 def _check_models(preflight: PreflightResult, record: JobRecord, other: Study, where: str) -> None:
     """Check that policies which know models by learned embeddings were trained for the new study's models.
 
-    `preflight` is the checked new study. `other` is the study that trained the networks, `record` is its job, and
+    `preflight` is the checked new study. `other` is the study that trained the policies, `record` is its job, and
     `where` is the beginning of the error message. Raises Conflict if the models or their order differ.
     """
     space = other.search_space

@@ -1,4 +1,4 @@
-"""Reads the policies that a study has trained from its store and its artifacts."""
+"""Reads a study's trained policies from its store and its artifacts (stored files)."""
 
 from __future__ import annotations
 
@@ -21,9 +21,8 @@ def stored_policies(
     """Read the policies that a study has trained, from its store and its artifacts (stored files).
 
     `record` is the study's job in `store`, and `study` is its study file. Returns the facts about the study that its
-    searcher needs, and the policies' checkpoints. The key of a checkpoint is the iteration in which its policy was last
-    trained. `family` has the models whose weights describe the layers to a policy; None if only the checkpoints are
-    needed.
+    searcher needs, and the policies' checkpoints, keyed by the training iteration that they were saved after. `family`
+    has the models from whose layers a policy will build merges; None if only the checkpoints are needed.
     """
     objectives = tuple(spec.name for spec in study.scored_objectives.values())
     given = study.search.preferences

@@ -67,10 +67,10 @@ def algorithm_of(
 ) -> Algorithm:
     """Choose the searcher of a study, and add to `problems` the requirements that the searcher does not meet.
 
-    The option `auto` means the searcher `gradient` if coefficients have gradients and all objectives have a loss,
-    because that searcher is best in tests/benchmarks/bench_search.py. In all other cases, `auto` means the searcher of
-    which `auto` is an alias in SEARCHERS. A study with preference vectors (weights of the objectives) must have a
-    searcher or a search space that uses them.
+    The option `auto` means the searcher `gradient` if the space has coefficients with gradients and all objectives have
+    a loss, because that searcher is best in tests/benchmarks/bench_search.py. Otherwise, `auto` means the searcher that
+    has the alias `auto` in SEARCHERS. A study with preference vectors (weights of the objectives) must have a searcher
+    or a search space that uses them.
 
     `losses` says which loss each objective has (see the function `fitted_losses`). `lack_of_room` is the reason why no
     device has enough memory for gradients. `lack_of_room` is "" if a device has enough memory, or if the space has no
@@ -264,7 +264,7 @@ def check_refinement(study: Study, losses: FittedLosses, problems: list[Problem]
 
 
 def fitted_losses(study: Study, tasks: Mapping[str, TaskSpec], problems: list[Problem]) -> FittedLosses:
-    """Find the loss of each objective of a study from which gradients with respect to coefficients can be computed.
+    """Find, for each objective of a study, the loss whose gradients with respect to coefficients can be computed.
 
     `tasks` contains the objectives' tasks, keyed by name. The option `search.gradient.loss` of the study file chooses
     the loss. If the study file chooses the entropy of predictions, and a task does not have this loss, a problem is

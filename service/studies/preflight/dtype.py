@@ -20,10 +20,9 @@ DTYPE_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def engine_dtype(study: Study, resolved: ResolvedStudy | None = None) -> str:
     """The dtype in which a study's engines compute.
 
-    If the study file says "auto", a stored study has the dtype of the machines for which it was checked
-    (`resolved.dtype`). For a study that is being checked, or that an earlier version stored, the dtype is "bfloat16" if
-    engines run on GPUs, of this machine or of other machines, else "float32". Engines of images (the study's backend is
-    not vLLM) run on the CPU if there is no GPU, with any build of PyTorch.
+    This is the dtype in the study file, unless it is "auto". For "auto", it is the dtype that was stored when the study
+    was checked (`resolved.dtype`). If none is stored, it is "bfloat16" if engines run on GPUs, of this machine or of
+    other machines, and "float32" otherwise.
     """
     if study.engine.dtype != "auto":
         return study.engine.dtype
@@ -33,12 +32,11 @@ def engine_dtype(study: Study, resolved: ResolvedStudy | None = None) -> str:
 
 
 def with_stored_dtype(options: EngineOptions, stored: str | None, *, on_gpus: bool) -> EngineOptions:
-    """Engine options with which engines compute in the dtype that a study has stored.
+    """Options of engines that compute in the dtype which the study has stored.
 
-    `stored` is that dtype; None for a study that an earlier version stored. `on_gpus` says whether the engines run on
-    GPUs. The dtype in `options` is replaced by `stored` only if it is "auto", and engines on these machines would
-    choose another dtype. Otherwise `options` is returned unchanged, so that studies with equal options share their
-    replicas.
+    `stored` is this dtype; None for a study that an earlier version stored. It replaces the option `dtype` if this is
+    "auto" and engines on the present machines, with GPUs or without (`on_gpus`), would choose another dtype. Otherwise
+    `options` is returned unchanged, so that studies with equal options share their replicas.
     """
     if options.dtype != "auto" or stored in (None, "bfloat16" if on_gpus else "float32"):
         return options

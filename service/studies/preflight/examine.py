@@ -1,7 +1,7 @@
 """All checks of a study that need no engine, in order, and the plan that follows from them.
 
 All problems of a study are reported together. Weights are read only if there are no problems in headers, configurations
-and task data, because reading large models takes minutes (and is cached by content).
+and task data, because reading large models takes minutes.
 """
 
 from __future__ import annotations
@@ -351,8 +351,8 @@ def built_space(
 ) -> SearchSpace | None:
     """Build the search space of a study over the models `sources`.
 
-    `fingerprints` has a fingerprint for each alias of a model, which recipes of the space will name. If the space
-    cannot be built, its problems are added to `problems`, and the result is None.
+    `fingerprints` has the models' fingerprints, keyed by alias; the recipes of the space contain them. If the space
+    cannot be built, the reasons are added to `problems`, and the result is None.
     """
     num_layers, max_layers = sources.layout.num_layers, study.limits.max_layers
     if max_layers is not None and num_layers > max_layers and not study.search_space.changes_layers:

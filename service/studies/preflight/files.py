@@ -105,8 +105,8 @@ def _recipe_files(study: Study) -> Iterator[tuple[str, str]]:
 def attack_models(study: Study) -> Iterator[tuple[str, str]]:
     """Yield the models that prompt attacks on benchmarks use, as pairs (place in the study file, model).
 
-    An attack searches for the prompt template with the worst metric; its models propose and compare words. A model is a
-    directory, hub id or URL.
+    An attack searches for the prompt template with the worst metric; its models propose and compare words. A place is a
+    dotted path of keys, such as "benchmarks.0.attack.model". A model is a directory, hub id or URL.
     """
     for index, spec in enumerate(study.benchmarks):
         if isinstance(spec.attack, BertAttack):

@@ -93,9 +93,9 @@ def _on_gpu(
     The second choice is passes of the same size with activations computed twice. The third choice is smaller passes,
     also with activations computed twice.
 
-    `sources` are the study's models. `machines` are the groups of machines, whose smallest GPU counts. `value_bytes` is
-    the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest merge if merges
-    have any number of layers, else 0.
+    `sources` are the study's models. The plan must fit on the smallest GPU of `machines`, the groups of machines.
+    `value_bytes` is the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest
+    merge if merges have any number of layers, else 0.
     """
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:
@@ -156,7 +156,7 @@ def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPla
 
 
 def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace) -> int:
-    """Largest number of bytes of memory that a GPU needs if several GPUs share the layers of the model."""
+    """Bytes of memory that gradients need on a GPU; on the fullest GPU if several GPUs share the model's layers."""
     settings = dict(sources.base.settings)
     return max(
         held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
@@ -179,7 +179,8 @@ def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, pla
 def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
     """For each GPU with a part of the model: the bytes of this part without activations, and its number of layers.
 
-    The bytes are the sum for the weights, for one gradient, and for the sources that are read to reduce the gradient.
+    The bytes are those of the weights, of one gradient, and of the sources, which are read to compute the derivatives
+    with respect to coefficients from the gradient.
     """
     number = max(int(sources.base.settings["num_hidden_layers"]), max_layers)
     passing = reduction_bytes(sources)

@@ -251,7 +251,7 @@ def uses_statistics(methods: Iterable[str], names: Collection[str]) -> bool:
 
 
 def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
-    """The merge methods that a study's merges use: methods of its search space and its baselines, or of its recipes.
+    """The merge methods that a study's merges may use: those of its search space and of its baselines.
 
     `sources` are the study's models. If the study file lists recipes, the result contains all merge methods, because a
     recipe may use any of them.
@@ -284,10 +284,10 @@ def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layer
 
 
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
-    """Bytes of each number in the gradients of a study: 2 if gradients are computed in bfloat16, 4 if in float32.
+    """Bytes of each number in the gradients of a study: 2 for bfloat16, 4 for float32.
 
-    Gradients are computed in bfloat16 if the study's engines have this dtype, and with `dtype: auto` if `device` is
-    "cuda". Otherwise they are computed in float32, also for engines that compute in float16.
+    Gradients are computed in bfloat16 if the study's dtype is bfloat16, or "auto" with the device "cuda". They are
+    computed in float32 in all other cases, also if the study's dtype is float16.
     """
     return 2 if study.engine.dtype == "bfloat16" or (study.engine.dtype == "auto" and device == "cuda") else 4
 

@@ -250,12 +250,11 @@ class PreflightResult:
     def _max_staleness(self) -> int:
         """Largest number of trials by which proposals may run ahead of results.
 
-        The study file may state the number. The default grows with the number of replicas (processes with an engine).
-        The default differs for a searcher that trains policies, which learn from iterations (fixed numbers of trials).
-        With such a searcher, proposals may run ahead by at least half an iteration, so that engines have work while a
-        policy learns, and while the searcher proposes repeated paths, which need no scoring. Proposals may run ahead by
-        at most one iteration for each replica, and by at most the number of iterations that the function
-        `iterations_ahead` returns.
+        The study file may state the number. Otherwise it grows with the number of replicas (processes with an engine).
+
+        A searcher that trains policies learns after every iteration, a fixed number of trials. For such a searcher the
+        number is at least half an iteration, so that engines have work while a policy learns. It is at most one
+        iteration for each replica, and at most `iterations_ahead` iterations.
         """
         if self.study.search.max_staleness is not None:
             return self.study.search.max_staleness
@@ -306,7 +305,8 @@ class PreflightResult:
     def gradient_inputs(self) -> GradientInputs | None:
         """Arguments of the actor that computes gradients; None if the study cannot need gradients.
 
-        A study can need gradients if its search space is differentiable, or if it refines its Pareto front.
+        A study can need gradients if its search space is differentiable, or if it refines its Pareto front by
+        gradients.
         """
         space = self.space if isinstance(self.space, DifferentiableSpace) else None
         if space is None and self.study.search.refinement is None:
@@ -326,12 +326,11 @@ class PreflightResult:
 
     @property
     def _num_repeated(self) -> int:
-        """Number of repeated proposals in a row that ends a search by policies.
+        """Number of consecutive repeated proposals after which a search that trains policies ends.
 
-        A proposal is repeated if an earlier trial has its recipe. A policy is trained after each iteration, a fixed
-        number of trials. The result is the number of proposals in two iterations of every policy, but at least two
-        proposals for each preference vector (weights of the objectives). If all of these proposals are repeated, the
-        policies have nothing left to learn from.
+        A proposal is repeated if an earlier trial has its recipe. The number is two training iterations (fixed numbers
+        of proposals) for every policy, but at least two proposals for each preference vector (weights of the
+        objectives).
         """
         search = self.study.search
         num_vectors = 1 if search.preferences is None else search.preferences.size(len(self.tasks.search))

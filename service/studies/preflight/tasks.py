@@ -194,10 +194,10 @@ def _reference_length(spec: BenchmarkSpec, task: TaskSpec, place: str, problems:
 def check_modality(
     study: Study, tasks: Mapping[str, Mapping[str, TaskSpec]], sources: ResolvedFamily, problems: list[Problem]
 ) -> None:
-    """Check that a study's tasks are of the modality of its models `sources`, and that the models fit the tasks.
+    """Check that a study's tasks have the modality (texts or images) of its models, and that the models fit the tasks.
 
-    `tasks` has the tasks that could be read by section of the study file and name. A study of images needs, for
-    example, a head for each task. Problems that are found are added to `problems`.
+    `tasks` has the tasks that could be read, keyed by section of the study file and then by name. `sources` are the
+    models. A task of images needs, for example, a head. Problems that are found are added to `problems`.
     """
     for place, spec in study.with_tasks():
         task = tasks[place.partition(".")[0]].get(spec.name)

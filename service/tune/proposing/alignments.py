@@ -53,9 +53,9 @@ def alignments_in(
     of the alignments that the study already has, keyed by pair. An alignment of `before` is used again if its file is
     in `directory`; all other alignments are learned. `note` is called with messages about the progress.
 
-    Raises StudyFailed if the file of an alignment of `before` is missing, and the alignment that is learned in its
-    place is different. Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable
-    if a Ray task cannot be completed.
+    Raises StudyFailed if the file of an alignment of `before` is missing, and learning this alignment again gives
+    another one. Raises InvalidModel and InvalidTask if models or task data cannot be used, and EngineUnavailable if a
+    Ray task cannot be completed.
     """
     whole = {name for name in set(before.values()) if is_stored(directory, name)}
     kept = {pair: name for pair, name in before.items() if name in whole}

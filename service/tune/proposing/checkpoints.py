@@ -1,4 +1,4 @@
-"""Checkpoints of the policies that a study trains, stored as artifacts of the study."""
+"""Checkpoints of the policies that a study trains, stored as artifacts (files) of the study."""
 
 from __future__ import annotations
 

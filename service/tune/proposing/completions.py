@@ -29,9 +29,7 @@ class SourceCompletions:
     `objectives` are the study's objectives; `store` has the samples of the study `study_id`. A completion is correct if
     its sample has the best value of the objective's range. Some samples give no completion: samples of a multiple
     choice, samples with several completions (one of these may be wrong although the sample has the best value), and
-    samples stored without tokens. Every source model must have been scored on all samples. Samples are scored again if
-    their engine failed a check. Samples that are scored again must get the same values, but their tokens may differ; a
-    driver that starts later then reads the new tokens.
+    samples stored without tokens. Every source model must have been scored on all samples.
     """
 
     def __init__(self, store: Store, study_id: str, objectives: Sequence[Objective]) -> None:

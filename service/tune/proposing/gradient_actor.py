@@ -29,12 +29,12 @@ __all__ = ["GradientActor", "GradientInputs"]
 class GradientInputs:
     """Inputs of a gradient actor: models, engine options, each objective's task, and the coefficients of merges.
 
-    `space` describes the coefficients of merges and the parameters that set them; a request has a value for each
-    parameter. If `space` is None, the actor's method `use_coefficients` must be called before the first request.
-    `device` is the device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes
-    activations twice to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are
-    divided, and `tokens` is the largest number of tokens of a forward pass; if `tokens` is None, the model's default
-    applies. `entropies` are the objectives whose loss is the entropy of predictions.
+    `space` describes how parameters determine the coefficients of merges; each request has a value for every parameter.
+    If `space` is None, the actor's method `use_coefficients` must be called before the first request. `device` is the
+    device on which the actor computes ("cpu" or "cuda"). `recomputes` says whether the actor computes activations twice
+    to save memory. `num_gpus` is the number of GPUs of one machine over which the model's layers are divided. `tokens`
+    is the largest number of tokens of a forward pass; None means MAX_TOKENS. `entropies` are the objectives whose loss
+    is the entropy of predictions.
     """
 
     family: Family
@@ -49,7 +49,7 @@ class GradientInputs:
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Devices of the model: the CPU or a GPU, or several GPUs that share the layers."""
+        """Names of the PyTorch devices that share the model's layers: "cpu", "cuda", or "cuda:0", "cuda:1", ..."""
         if self.device == "cpu" or self.num_gpus == 1:
             return (self.device,)
         return tuple(f"{self.device}:{index}" for index in range(self.num_gpus))
@@ -164,17 +164,11 @@ class GradientActor:
         return self._opened
 
     def _by_parameter(self, result: CoefficientDerivatives) -> dict[str, float]:
-        """Convert derivatives with respect to a merge's coefficients to derivatives with respect to parameters.
+        """Convert derivatives with respect to a merge's coefficients to derivatives by parameter of the search space.
 
-        The parameters are those of the search space; the returned dict is keyed by their names. `result` contains the
-        derivatives with respect to the coefficients of the merge and to the scales of its layers. Several coefficients
-        may have the value of one parameter; the derivative with respect to the parameter is then the sum of the
-        derivatives with respect to these coefficients.
-
-        A tensor's merge has either one coefficient for each source or one coefficient that all sources share. If
-        `result` contains derivatives for each source of the tensor, the parameters set these coefficients, and a
-        derivative with respect to a shared coefficient of the same tensor is ignored. Otherwise one parameter sets the
-        shared coefficient.
+        If several coefficients, or scales of layers, have the value of one parameter, their derivatives are added. If a
+        tensor has a derivative for each source, its derivative with respect to a coefficient that all sources share is
+        ignored.
         """
         space = self._known_space
         slopes: dict[str, float] = {}
@@ -192,10 +186,10 @@ class GradientActor:
 
 
 def _has_room(family: Family) -> bool:
-    """Whether the machine's shared memory has room for the sources of `family`, or has them already.
+    """Whether the sources of `family` are in the machine's shared memory already, or fit into it.
 
-    If the result is True, GPUs read the sources from pinned memory, which is many times as fast as mapped files, and
-    share the memory with engines.
+    If so, GPUs read the sources from pinned memory, which is many times as fast as reading memory-mapped files. Engines
+    on the machine use the same copy.
     """
     from workers.merging.bank import content_name
     from workers.merging.node import free_shared_bytes, shared_bytes

@@ -96,9 +96,9 @@ class RayGradients:
         return None
 
     def check_start(self) -> None:
-        """Raise EngineUnavailable, and give the actor up, if it has not started within START_S seconds.
+        """Raise EngineUnavailable if the gradient actor has not started within START_S seconds, and end the actor.
 
-        Other programs may have taken the resources that were free when the actor was requested.
+        This happens if other programs have taken the resources that were free when the actor was requested.
         """
         if self._start_call is None:
             return
@@ -143,6 +143,15 @@ class RayGradients:
             raise StudyFailed(f"a gradient cannot be computed: {error.cause or error}") from error
         self._num_deaths = 0
         return result
+
+    def release(self) -> None:
+        """End the gradient actor, so that its GPU and memory are free for other work, such as verification.
+
+        A later request starts another actor. The method does nothing if no actor runs.
+        """
+        if self.actor is not None:
+            ray.kill(self.actor)
+            self.actor = self._start_call = None
 
     def _start(self) -> None:
         """Start the gradient actor, and send it the completions and coefficients that were set for an earlier actor.

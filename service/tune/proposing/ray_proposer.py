@@ -160,6 +160,14 @@ class RayProposer:
     def compute(self, request: ChargedRequest) -> None:
         self._compute(request)
 
+    def release(self) -> None:
+        """End the gradient actor, whose GPU and memory other work needs after the search.
+
+        A later request of the searcher for losses or gradients starts another actor.
+        """
+        if self._gradients is not None:
+            self._gradients.release()
+
     def _finish(self) -> Step | ChargedRequest | dict[str, Any] | None:
         """Process the result of the actor call that has ended.
 

@@ -83,9 +83,9 @@ class Rescoring:
             raise StudyFailed(f"{len(self._reported)} engines failed their checks; the last: {fault}")
 
     def look(self, *, at_once: bool) -> bool:
-        """Find engines that newly failed a check, and remove their affected samples from the sample cache.
+        """Look in the store for new failed checks of engines, and remove the affected samples from the sample cache.
 
-        The failed checks (faults) are read from the store. Returns whether any study has a new fault. If `at_once` is
+        Returns whether there are new failed checks, also of engines that this study does not use. If `at_once` is
         False, a call within LOOK_S seconds of the last call does nothing and returns False.
         """
         if not at_once and time.monotonic() - self._looked_at < LOOK_S:
@@ -126,9 +126,9 @@ class Rescoring:
     ) -> Evaluation | None:
         """An evaluation that scores samples of one recipe again, because their engine failed a check.
 
-        The samples are of one kind of data; the kinds are search, holdout and benchmark data. Recipes of the running
-        evaluations `in_flight` are left out. `trial_of` gives the trial of a recipe by the recipe's digest. Returns
-        None if no samples of other recipes must be scored again.
+        The samples are all of one kind of data: search, holdout or benchmark data. Recipes that are being evaluated
+        (`in_flight`) are passed over. Returns None if no other recipe has samples to score again. `trial_of` gives the
+        trial of a recipe by the recipe's digest.
         """
         busy = {evaluation.recipe.digest for evaluation in in_flight}
         for (digest, split), values in self._void.items():

@@ -128,13 +128,11 @@ class SampleCache:
         return RungRecord(rung, dict(samples), values | exact, standard_errors | dict.fromkeys(exact, 0.0))
 
     def differences_of(self, trials: Mapping[int, TrialRecord]) -> Callable[[int, int, int], Sequence[NDArray[Any]]]:
-        """Make a function that compares the costs of two trials, sample by sample.
+        """Make a function that compares the costs of two trials at a rung, sample by sample.
 
-        The returned function has three arguments: the number of a trial, the number of the trial that it is compared
-        with (its rival), and the index of a rung. The returned function computes, for each objective, an array
-        [num_samples] with the cost of the trial minus the cost of the rival on each sample of the rung (method
-        `cost_differences`). `trials` contains the trials, keyed by number. The function reads it at each call, so
-        trials that are added later can be compared too.
+        Its three arguments are the number of a trial, the number of a second trial (the rival), and the index of the
+        rung. It returns an array [num_samples] for each objective: the costs of the trial minus the costs of the rival.
+        `trials`, keyed by number, may grow while the function is in use.
         """
         return lambda trial, rival, rung: self.cost_differences(trials[trial].recipe, trials[rival].recipe, rung=rung)
 

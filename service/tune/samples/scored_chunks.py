@@ -61,8 +61,8 @@ class ScoredChunks:
     def next_rescoring(self, in_flight: Iterable[Evaluation]) -> Evaluation | None:
         """An evaluation that scores samples of one recipe again, because their engine failed a check.
 
-        `in_flight` are the running evaluations; recipes that they score are left out. Returns None if no samples of
-        other recipes must be scored again.
+        Recipes that are being evaluated (`in_flight`) are passed over. Returns None if no other recipe has samples to
+        score again.
         """
         return self._rescoring.next_evaluation(in_flight, trial_of=self._trials.first_with)
 

@@ -8,9 +8,9 @@ order in which results arrive. The members of a rung are in the order of their p
 the first k members once all of these k members are evaluated. A proposal uses the results of a fixed set of earlier
 evaluations. Evaluations may still overlap, so engines have work while a rung waits for a result.
 
-Each result changes the table; the table is never computed again from all results. The changes suffice because results
-become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes the same
-time in a long search as in a short one.
+While a search runs, each new result changes only the entries of the table that depend on it. This suffices because
+results become visible to proposals in a fixed order and stay visible. Therefore handling a result or a proposal takes
+the same time in a long search as in a short one.
 """
 
 from __future__ import annotations
@@ -106,9 +106,9 @@ class Decision:
     """A decision at a rung of a bracket: the trials promoted to the next rung, and the trials that end as pruned.
 
     A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. `reason` says by which
-    rule trials are pruned, if the scheduler has several rules. `rival` is the trial against which trials are pruned. In
-    racing, the rival is a trial that is ahead. With other schedulers, the rival is the lowest-ranked of the trials that
-    the rung promotes. `rival` is None if no trial is pruned, or if the rung promotes no trial.
+    rule trials are pruned, if the scheduler has several rules. `rival` is a trial that was better than the pruned
+    trials: in racing a trial that is ahead of them, with other schedulers the lowest-ranked promoted trial. It is None
+    if no trial is pruned, and with these other schedulers also if no trial is promoted.
     """
 
     bracket: int
@@ -183,11 +183,11 @@ class RungTable(ABC):
 
     @abstractmethod
     def _num_promoted_early(self, num_decided: int) -> int:
-        """Number of the best trials at a rung to promote while further trials may still arrive there.
+        """Number of trials that a rung has to promote in all, while further trials may still arrive there.
 
-        A rung is a number of samples at which trials are compared. `num_decided` is the number of trials at the rung
-        that decisions are based on: the trials that arrived there first, all of which are evaluated. The result
-        includes trials that were promoted earlier.
+        A rung is a number of samples at which trials are compared. `num_decided` is the number of its trials, in the
+        order of arrival, before the first one that is not evaluated yet. The result includes the trials that the rung
+        has promoted already.
         """
 
     @abstractmethod
@@ -417,9 +417,10 @@ class RungTable(ABC):
         return self._num_proposed
 
     def waiting(self) -> Mapping[int, int]:
-        """The trials whose promotion is undecided, each with the rung at which it was evaluated.
+        """The trials whose promotion is undecided, each with the rung at which it was evaluated last.
 
-        Keys are trial numbers; values are indices of rungs, the numbers of samples at which trials are compared.
+        Keys are trial numbers, and values are indices of rungs. A rung is a number of samples at which trials are
+        compared.
         """
         return {number: self._entries[number].next_rung for number in sorted(self._waiting)}
 
@@ -529,9 +530,9 @@ class RungTable(ABC):
     def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
         """Promote trials of `rung` to the rung `above` once no further trial of the bracket can arrive at `rung`.
 
-        `bracket` is the index of the bracket, a ladder of rungs (numbers of samples at which trials are compared). The
-        number of promoted trials depends on how many trials have arrived at the rung, including failed trials, but
-        failed trials are not promoted. Returns the numbers of the promoted trials.
+        `bracket` is the index of the bracket, a ladder of rungs (numbers of samples at which trials are compared). How
+        many trials are promoted follows from the number of all trials that have arrived; failed trials count in this
+        number, but are not promoted themselves. Returns the numbers of the promoted trials.
         """
         if not rung.members:
             return ()
@@ -541,10 +542,10 @@ class RungTable(ABC):
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
     def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The lowest-ranked of the trials that a rung promotes, once all trials of the rung have arrived there.
+        """The lowest-ranked trial that a rung promotes; call it once all trials of the rung have arrived there.
 
         A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
-        of rungs). Returns None if all trials of the rung failed.
+        of rungs). Returns None if the rung promotes no trial.
         """
         best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
         return best[-1] if best else None

@@ -58,11 +58,12 @@ class Bound:
     candidates, and numbered from 1. Candidate k has the share 1 / (k (k + 1)) of the error rate. The shares sum to at
     most 1 for any number of candidates.
 
-    A candidate's share is divided equally between its rivals. The share is not divided between rungs (numbers of
-    samples at which trials are compared), because the bound holds at all rungs together. The share is not divided
-    between objectives either: a trial that is not worse in one objective is stopped only if the bound of that objective
-    is wrong. The bound assumes that a trial's recipe does not depend on which samples come first. If a searcher learns
-    from the lower rungs of earlier trials, the error rate is only approximate.
+    A candidate's share is divided equally between its rivals, but not between rungs (numbers of samples at which trials
+    are compared) or objectives: each test holds at all rungs together, and a trial is stopped only if the tests of all
+    objectives agree.
+
+    The samples must be in a random order that is independent of the recipes. If a searcher learns from results at lower
+    rungs, this holds only approximately, and so does the error rate.
 
     `differences(trial, rival, rung)` has an array for each objective: the cost of the trial minus the cost of the rival
     on each sample of the rung, in [-1, 1], in the order of the samples. `populations` has, for each objective, the

@@ -2,8 +2,8 @@
 
 The function `search_spaces.objectives.promotion_order` gives the same order, but sorts all trials (candidates) anew.
 Here, a candidate is inserted into the fronts that exist, as in Li et al., "Efficient Nondomination Level Update Method
-for Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a point that
-dominates others moves them one front back. Only the fronts that were requested so far are separated; all other
+for Steady-State Evolutionary Multiobjective Optimization" (IEEE Transactions on Cybernetics 47, 2017): a candidate that
+dominates others moves them one front back. Only the fronts that were requested so far are computed; all other
 candidates are kept together, unsorted.
 """
 
@@ -169,10 +169,10 @@ class _Fronts:
         return [self._numbers[place] for place in new.tolist()]
 
     def _num_fronts(self, rank: int) -> int:
-        """Compute the front with index `rank` if it is the next unknown front, and return the number of known fronts.
+        """Return the number of known fronts, after computing the front with index `rank` if it is the next one.
 
-        The first front has the trials that no other trial dominates. The next front has the trials that no other trial
-        outside the first front dominates, and so on. Fronts are computed when they are needed.
+        Fronts are computed only when they are needed. The first front has the trials that no other trial dominates.
+        Each next front has the trials that are not dominated by any trial outside the earlier fronts.
         """
         if rank == len(self._fronts) and len(self._rest):
             is_first = np.array(non_dominated([tuple(costs) for costs in self._costs[self._rest].tolist()]))

@@ -17,17 +17,17 @@ __all__ = ["AshaTable", "HyperbandTable"]
 class HyperbandTable(RungTable):
     """Hyperband scheduler: a rung promotes trials once, when no further trial of its bracket can arrive there.
 
-    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. Proposal n, which is for
-    a trial of bracket b, uses these results:
+    A rung is a number of samples at which trials are compared; a bracket is a ladder of rungs. Proposals may run ahead
+    of evaluations by max_staleness trials. Proposal n, which is for a trial of bracket b, uses these results:
 
-    - the first result of each trial up to n - max_staleness; the proposal waits for these results
-    - all other results of the trials up to n - max_staleness whose brackets are at most b - open_brackets; bracket b
-      opens when these brackets are closed
+    - the first results of all trials up to n - max_staleness; the proposal waits for these results
+    - the later results of these trials, if they belong to bracket b - open_brackets or an earlier one; all trials of
+      these brackets have ended before bracket b opens
 
-    Other results are not used, even if they are known. Therefore the evaluations of `open_brackets` brackets may
-    overlap. A batch is a number of consecutive proposals that use the same results. For a proposal in a batch, n is the
-    number of the batch's last proposal, and b is the bracket of its first proposal. With one open bracket, brackets
-    follow each other as in the paper.
+    Other results are not used, even if they are known. Therefore up to `open_brackets` brackets are evaluated at the
+    same time. With one open bracket, brackets follow each other as in the paper. If proposals are made in batches,
+    which are consecutive proposals from the same results, n is the last proposal of the batch, and b is the bracket of
+    its first proposal.
     """
 
     def __init__(self, **settings: Any) -> None:
@@ -69,9 +69,9 @@ class HyperbandTable(RungTable):
     def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
         """Number of samples that a new proposal adds to the result of `most_samples_left`.
 
-        A bracket is a ladder of rungs, and a rung is a number of samples. A proposal that opens a bracket adds the
-        samples of the whole bracket; other proposals add none. In a bracket of one rung, where nothing is promoted,
-        each proposal adds its own samples. `totals` has each rung's number of samples, summed over the objectives.
+        A bracket is a ladder of rungs, and a rung is a number of samples. In a bracket of several rungs, the first
+        proposal adds the samples of the whole bracket, and later proposals add none. In a bracket of one rung, each
+        proposal adds its own samples. `totals` has each rung's number of samples, summed over the objectives.
         """
         shape = proposal.opens or self._brackets[proposal.bracket]
         if shape.first_rung == self.last_rung:
@@ -105,12 +105,13 @@ class AshaTable(RungTable):
       trial, so that a trial is scored on all samples, and the remaining trials are pruned. Trials that are added to a
       search that had ended form another bracket.
 
-    For the same reason, two rules fix which results a proposal waits for and uses. Later rungs take longer, so the
-    second rule lets proposals run further ahead of results at later rungs:
+    For the same reason, fixed rules say which results proposal n waits for and uses, where max_staleness is the number
+    of trials by which proposals may run ahead of evaluations:
 
-    - First results: proposal n uses the first results of all trials up to n - max_staleness.
-    - Result of a trial at its i-th rung (i > 1): let m be the number of the newest trial whose first result was needed
-      to promote the trial to this rung. Proposal n uses the result if m is at most n - i * max_staleness.
+    - At the first rung of a trial: the results of all trials up to n - max_staleness.
+    - At the i-th rung of a bracket (i > 1): the results of trials whose promotion to this rung needed first results of
+      trials up to n - i * max_staleness only. Later rungs take longer, so proposals may run further ahead of their
+      results.
     """
 
     def _num_promoted_early(self, num_decided: int) -> int:

@@ -77,8 +77,8 @@ class SearchSetting:
     - `observed`: results of an earlier study, which come before the results of the study's own trials; trials of the
       earlier study have negative numbers and count as not proposed
     - `version`: the version of the searcher that the study was created with; None for the newest version
-    - `experts`: the aliases of the experts whose coefficients are parameters of the search space; the role of a
-      coefficient's parameter is the expert's alias
+    - `experts`: the aliases of the experts whose coefficients are parameters of the search space; the alias is the role
+      (common meaning) of all parameters for the expert's coefficients
     - `has_completions`: whether models answer by completions, which may serve as reference answers
     """
 
@@ -180,7 +180,7 @@ class Searcher(Protocol):
 
         Such a computation is called a step, for example the gradients of a recipe. The caller computes the step, stores
         its result and calls `advance` again. The configuration is valid in `context.parameters` and has no inactive
-        parameters. Most searchers return a configuration at once, or request only that a decision is stored.
+        parameters. Most searchers need no steps and return a configuration at once.
         """
         ...
 

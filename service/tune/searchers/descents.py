@@ -1,8 +1,8 @@
 """Gradient descents of a search, one for each preference vector: their order, and where each descent starts.
 
-The first descent is for the preference vector nearest to equal weights. Each later descent is for the vector nearest to
-the vectors of earlier descents. Each later descent starts at the end of the earlier descent with the nearest vector, so
-that few steps are enough. Distances are Euclidean.
+The first descent is for the preference vector nearest to equal weights. Each later descent is for the remaining vector
+with the smallest distance to a vector of an earlier descent. It starts at the end of the earlier descent with the
+nearest vector, so that few steps are enough. Distances are Euclidean.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ class Descent:
     """A gradient descent for one preference vector, whose points at regular intervals become trials.
 
     - `preference`: the preference vector, the importance of each objective
-    - `neighbours`: the numbers of earlier descents, starting with the descent that has the most similar preference
-      vector
+    - `neighbours`: the numbers of the earlier descents, sorted by the similarity of their preference vectors to this
+      one, the most similar first; the descent starts at the end of the first of them that did not fail
     - `num_steps`: the number of gradient steps
-    - `num_points`: the number of points that become trials; these points are evenly spaced, and the last point is the
-      end of the descent
+    - `num_points`: the number of points that become trials; they are evenly spaced, and the last is the end of the
+      descent
     - `learning_rate`: the learning rate of the first step
     - `is_constant`: whether all steps have the learning rate of the first step; otherwise, the learning rate falls
       linearly from step to step
@@ -54,11 +54,11 @@ class Descent:
 
 @lru_cache(maxsize=8)
 def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]) -> tuple[Descent, ...]:
-    """The gradient descents of a search in their order, one for each preference vector in `vectors`.
+    """The gradient descents of a search in the order in which they run, one for each preference vector in `vectors`.
 
-    A preference vector has the weights of the objectives. `options.points` is the number of trials of all descents
-    together. This number is divided equally between the descents, but each descent has at least one trial. The first
-    descent also has the remainder.
+    A preference vector has the weights of the objectives. The option `points` says how many points of all descents
+    together become trials. The descents get equal shares of this number, at least one point each; the first descent
+    also gets the remainder.
     """
     steps, count = options.steps, len(vectors)
     warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
@@ -95,7 +95,7 @@ def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
 def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
     """Number of gradient steps that must be made before the first `num_proposals` proposals are known.
 
-    A proposal is a point of one of the gradient `descents`, which are made in order. Baselines are not counted.
+    A proposal is a point of one of the gradient `descents`, which run one after another. Baselines are not counted.
     """
     total = 0
     for descent in descents:
@@ -109,10 +109,10 @@ def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:
     """The order of the gradient descents, one for each of the preference vectors [num_vectors, num_objectives].
 
-    The first descent is for the vector nearest to equal weights. Each later descent is for the vector nearest to the
-    vectors before it. For each descent, the result contains the index of its vector and the numbers of all earlier
-    descents, sorted by the distance between their vectors and its own vector. At equal distances the earlier descent
-    comes first.
+    The first descent is for the vector nearest to equal weights. Each later descent is for the remaining vector with
+    the smallest distance to a vector that is already in the order. The result has, for each descent, the index of its
+    vector and the numbers of all earlier descents, the one with the nearest vector first. At equal distances the
+    earlier descent comes first.
     """
     apart = np.linalg.norm(vectors[:, None] - vectors[None], axis=2).round(DECIMALS)
     equal = equal_preference(vectors.shape[1])

@@ -83,15 +83,22 @@ def last_improvement(values: NDArray[np.float64], preferences: Sequence[tuple[fl
 
 
 def unseen_near(
-    paths: LayerPaths, configuration: Mapping[str, Any], known: KnownPaths, rng: np.random.Generator
+    paths: LayerPaths,
+    configuration: Mapping[str, Any],
+    known: KnownPaths,
+    rng: np.random.Generator,
+    *,
+    preference: int | None = None,
 ) -> dict[str, Any] | None:
     """A layer path that is a random mutation of the path `configuration`, and is not in `known`.
 
     A layer path is the sequence of source models' layers of which a merge consists; `paths` is the space of all paths.
-    Mutations are drawn with `rng`. Returns None if a few draws give only known paths.
+    Mutations are drawn with `rng`. `preference` is the index of the preference vector of merged layers that a mutation
+    adds to a path without merged layers, by default 0. Returns None if a few draws give only known paths.
     """
     for drawn in range(_NUM_MUTANTS):
-        found = paths.mutant(configuration, rng, most=_MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS))
+        most = _MOST_CHANGES * (1 + 2 * drawn // _NUM_MUTANTS)
+        found = paths.mutant(configuration, rng, most=most, preference=preference)
         if found not in known:
             return found
     return None

@@ -3,8 +3,8 @@
 Each column is a parameter, in the order of the space. Values are in [0, 1]: a real number is encoded by its position in
 its range. The range of a whole number or a choice is divided into equal cells, and each value is encoded by the middle
 of its cell. INACTIVE marks a parameter that does not exist in a configuration. In a space with a structure, such as
-layer paths, every row that this module makes encodes a repaired configuration, and the space itself draws random rows.
-Arrays are [num_rows, num_parameters], float64.
+layer paths, the space itself draws random rows. Several configurations may mean the same merge there; rows made by this
+module encode the one that a study stores. Arrays are [num_rows, num_parameters], float64.
 """
 
 from __future__ import annotations
@@ -195,9 +195,9 @@ class Encoding:
         return self.normalise(np.where(is_active, moved, fresh))
 
     def keys(self, rows: Rows) -> list[bytes]:
-        """A hashable key for each row (encoded configuration); equal keys mean equal configurations.
+        """A hashable key for each row (encoded configuration).
 
-        Rows with equal keys encode configurations that agree to 1e-6 of each parameter's range.
+        Two rows have equal keys if their configurations agree to 1e-6 of each parameter's range.
         """
         return [row.tobytes() for row in np.round(rows * 1e6).astype(np.int64)]
 

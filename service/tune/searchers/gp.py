@@ -22,9 +22,10 @@ class GpSearcher:
     """Searcher that models the objectives by Gaussian processes, for spaces without conditions.
 
     The searcher draws configurations at random until `num_initial` trials have results. The noise of results is fitted
-    too; the standard errors of results are not used. In long searches a process is fitted to the best and the newest
-    trials only: to at most `max_rows` trials and `max_numbers` values of parameters. In spaces of more than `max_small`
-    parameters, the search for the largest improvement starts from `num_candidates_in_large` candidates.
+    too; the standard errors of results are not used. In long searches, the process is fitted to the results of the best
+    and the newest trials only: at most `max_rows` results, and so few that (number of results) x (number of parameters)
+    is at most `max_numbers`. In spaces of more than `max_small` parameters, the maximum of the acquisition function is
+    searched from `num_candidates_in_large` candidates, which is fewer than Optuna's default.
     """
 
     num_initial: int = 10  # trials with results before the process is used

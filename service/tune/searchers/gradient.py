@@ -95,10 +95,9 @@ class GradientSearcher:
     def _start(self, context: ProposalContext, number: int) -> Point:
         """The point where gradient descent `number` starts: the end of an earlier descent with a similar vector.
 
-        There is a descent for each preference vector (weights of the objectives). The earlier descent is the descent
-        with the nearest preference vector among the descents that have not failed, according to the stored gradients in
-        `context`. If there is no such descent, the start is at the defaults of the parameters, or at the option `start`
-        for coefficients of experts.
+        There is a descent for each preference vector (weights of the objectives). Of the earlier descents that have not
+        failed, the descent with the nearest vector is taken. If there is none, the start has the parameters' defaults;
+        the option `search.gradient.start` replaces the default of every expert's coefficient.
         """
         parameters, setting, steps = context.parameters, context.setting, context.steps
         if done := _steps_of(number, steps):
@@ -183,7 +182,7 @@ def _with_one_cost(context: ProposalContext) -> list[Observation]:
 
 
 def _turn(number: int, setting: SearchSetting) -> int:
-    """The index of the gradient descent whose weights of the objectives are used to propose trial `number`.
+    """The index of the gradient descent whose preference vector is used to propose trial `number`.
 
     `setting` has the options and the preference vectors (weights of the objectives), one for each descent. A trial that
     is a point of a descent uses this descent's vector. Trials after all descents use the vectors of the descents in

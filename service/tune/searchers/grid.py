@@ -1,9 +1,9 @@
 """Grid search: every combination of a few values of each parameter, then every combination of more values.
 
 The combinations are in a random order. Parameters with the same meaning (role) in different layers share their value,
-so a space of many layer groups is searched as if it had one group. In a space of layer paths, passthrough merges are
-searched: merges of one block of a model's consecutive layers, then merges of two blocks, and so on. The number of
-blocks grows when a few random draws give no new merge.
+so a space of many layer groups is searched as if it had one group. In a space of layer paths (sequences of layers),
+passthrough merges are searched: merges of one block of a model's consecutive layers, then merges of two blocks, and so
+on. The number of blocks grows when a few random draws give no new merge.
 """
 
 from __future__ import annotations
@@ -56,10 +56,9 @@ class GridSearcher:
         """Points of a grid, as rows of the `encoding`; each numeric parameter has at most `levels` values.
 
         All parameters with the same role have the same value; a role is a meaning that parameters of different layers
-        share, such as the coefficient of a method. If the grid has at most `max_points` points, the result contains all
-        of them in a random order, which depends on `seed` only. The result begins with the point at index `number` (the
-        number of the trial) in this order. The last point of the order is followed by the first one. If the grid has
-        more points, the result has random points, drawn with `rng`.
+        share, such as the coefficient of a method. If the grid has at most `max_points` points, the result has all of
+        them in a random order, which depends on `seed` only, rotated so that the point of trial `number` comes first.
+        If the grid has more points, the result has random points, drawn with `rng`.
         """
         values = encoding.values_by_role(levels)
         shape = [len(options) for options in values]

@@ -34,14 +34,14 @@ def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9
     """Leave out observations (results of trials) of a context, so that a searcher's model can be fitted quickly.
 
     A searcher fits its model again for every proposal, which takes too long with many observations of many parameters.
-    The table of observations [num_observations, num_parameters] may have `max_numbers` numbers and `max_rows` rows. If
-    it is larger, trials are left out:
+    The table of observations [num_observations, num_parameters] may have at most `max_rows` rows and `max_numbers`
+    numbers. If it is larger, trials are left out:
 
     - Half of the trials that are kept are the newest trials.
-    - The other half are the best earlier trials. Trials that were scored on more samples count as better; among
-      trials with equal numbers of samples, the order of promotion decides.
-    - The number of best trials and the number of earlier trials are multiples of `group`, which is the size of a
-      generation for searchers that divide the trials into generations.
+    - The other half are the best earlier trials. Trials that were scored on more samples count as better; among trials
+      with equal numbers of samples, the order of promotion decides.
+    - For searchers that divide the trials into generations of `group` trials, the number of trials that are left out is
+      a multiple of `group`.
 
     Trials stay in their order. A study that was created with version 1 of its searcher keeps all observations.
     """

@@ -1,8 +1,9 @@
-"""The searcher of HM3: a policy that builds layer paths and learns from the trials' results (`workers.training.hm3`).
+"""The searcher of HM3: a policy (`workers.training.hm3`) builds layer paths, and learns from the trials' results.
 
-Every trial is an episode, and the policy is updated after each iteration, a fixed number of episodes. Policies are read
-from checkpoints, so the searcher needs no state. The object that trains the policies is kept from the last call,
-because this is faster and changes no result.
+A layer path is the sequence of source models' layers of which a merge consists. Every trial is an episode, and the
+policy is updated after each iteration, a fixed number of episodes. Policies are read from checkpoints, so the searcher
+needs no state. The object that trains the policies is kept from the last call, because this is faster and changes no
+result.
 
 The outcome of an episode is R = sum_k lambda_k f_k - beta_1 T:
 
@@ -52,6 +53,10 @@ FIRST_GAMMA = 0.99
 # The first version of the searcher with elites, and whose policies do not repeat paths.
 FIRST_WITH_ELITES = 3
 
+# The first version whose mutants add merged layers of the episode's own preference vector, and whose conditioned
+# policies learn from a path for the vector of its merged layers.
+FIRST_WITH_OWN_VECTORS = 4
+
 # The largest number of allowed steps from which a policy with `action: auto` draws one.
 FEW_STEPS = 32
 
@@ -98,7 +103,12 @@ class Hm3Searcher:
         }
         restarts = _has_stalled(context, training, iteration)
         found = training.learn(
-            iteration, torch.tensor(outcomes, dtype=torch.float32), paths=paths, scales=scales, restarts=restarts
+            iteration,
+            torch.tensor(outcomes, dtype=torch.float32),
+            paths=paths,
+            scales=scales,
+            vectors=_vectors_of(context.parameters, training, [configuration for configuration, _ in results]),
+            restarts=restarts,
         )
         if found is None:
             return UpdateResult(statistics=statistics), None
@@ -286,13 +296,17 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
     index of its preference vector (weights of the objectives); this index becomes a part of the configuration.
     `context` has the known results, and `training` trains the policies.
 
-    A share of the episodes propose a mutant of one of the best paths so far. A policy's path that was proposed before
-    is replaced by a mutant of it, if a new mutant is found. The best paths are chosen only among baselines and trials
-    that must have ended before this episode is built, so the result does not depend on the number of engines.
+    A share of the episodes propose a mutant of one of the best paths so far. If one policy has all vectors as inputs, a
+    mutant keeps the vector of its path's merged layers, and merged layers that it adds to a path without any have the
+    episode's vector. A policy of one vector knows only the merged model of this vector, so all merged layers of its
+    mutants have this vector. A policy's path that was proposed before is replaced by a mutant of it, if a new mutant is
+    found. The best paths are chosen only among baselines and trials that must have ended before this episode is built,
+    so the result does not depend on the number of engines.
     """
     options, paths = context.setting.options.hm3, paths_of(context.parameters)
     rng = np.random.default_rng(training.seed_of("elites", played.number))
     known = KnownPaths(context.known_configurations())
+    added = vector if training.options.version >= FIRST_WITH_OWN_VECTORS else None
     if rng.random() < options.elite_share:
         num_needed = training.num_needed(played.number)
         scored, values = _scored(context, num_iterations=num_needed)
@@ -300,13 +314,31 @@ def _unseen(context: ProposalContext, training: PolicyTraining, played: Episode,
             outcomes = outcomes_of(values, played.preference, options.scalarisation)
             elites = archive([o.configuration for o in scored], outcomes, size=options.archive)
             parent = elites[int(rng.integers(len(elites)))]
-            found = unseen_near(paths, parent, known, rng)
+            if added is not None and not training.options.is_conditioned:
+                parent = paths.with_preference(parent, added)
+            found = unseen_near(paths, parent, known, rng, preference=added)
             if found is not None:
                 return found
     configuration = paths.configuration(played.path, preference=vector, scales=played.scales)
     if configuration in known and options.avoids_repeats:
-        return unseen_near(paths, configuration, known, rng) or configuration
+        return unseen_near(paths, configuration, known, rng, preference=added) or configuration
     return configuration
+
+
+def _vectors_of(
+    parameters: Parameters, training: PolicyTraining, configurations: Sequence[Mapping[str, Any]]
+) -> list[int | None]:
+    """The preference vector for which a policy learns from each path, by its index; None is the vector of the episode.
+
+    A path is a sequence of layers, some of which may be merged from the experts by one preference vector (weights of
+    the objectives). A mutant of a good path may keep the vector of this path's merged layers. A policy that has the
+    vector as an input learns from such a path what it is worth for that vector. Since version 4, the paths of policies
+    of one vector are merged for their own vector; policies of earlier versions learn from all paths as from their own.
+    """
+    paths = paths_of(parameters)
+    if not training.options.is_conditioned or training.options.version < FIRST_WITH_OWN_VECTORS:
+        return [None] * len(configurations)
+    return [paths.merged_preference(configuration) for configuration in configurations]
 
 
 def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Observation], NDArray[np.float64]]:
@@ -327,11 +359,10 @@ def _scored(context: ProposalContext, *, num_iterations: int) -> tuple[list[Obse
 def _has_stalled(context: ProposalContext, training: PolicyTraining, iteration: int) -> bool:
     """Whether the policy of `iteration` must be reset, because its last iterations have found nothing better.
 
-    An iteration is a fixed number of trials of one policy; the policies take turns. `restart_after`, an option of the
-    study, is a number of iterations. The policy is reset after this number of its iterations without a better result,
-    and again after each further `restart_after` iterations without a better result. A result in `context` counts as
-    better if it is the best so far for at least one of the policy's preference vectors (weights of the objectives).
-    `training` knows which iterations each policy has.
+    An iteration is a fixed number of trials of one policy; the policies take turns. A policy is reset each time that
+    `restart_after` of its iterations (an option of the study) have passed without a better result. A result in
+    `context` is better if it is the best so far for at least one of the policy's preference vectors (weights of the
+    objectives). `training` knows which iterations each policy has.
     """
     patience = context.setting.options.hm3.restart_after
     if patience is None or training.options.version < FIRST_WITH_ELITES:

@@ -102,11 +102,11 @@ def most_compared_samples(setting: SearchSetting) -> int:
 
 
 def reference_completions(steps: Sequence[Step]) -> Mapping[str, Sequence[int]] | None:
-    """Positions of the samples whose references are correct completions by source models.
+    """Positions of the samples whose reference answers are source models' correct completions, keyed by objective.
 
-    The positions are given for each objective whose gradients are computed on such completions. The positions are read
-    from the stored `steps` (results of computations that the searcher has requested). A position is a sample's index in
-    the order in which samples are scored. Returns None if the search has not requested completions.
+    Only objectives whose gradients are computed on such completions have an entry. The positions are read from the
+    stored `steps` (results of computations that the searcher has requested). A position is a sample's index in the
+    order in which samples are scored. Returns None if the search has not requested completions.
     """
     for step in steps:
         if isinstance(step, CompletionsStep):

@@ -1,8 +1,9 @@
 """MOEA/D-DE, an evolutionary searcher for several objectives: Li and Zhang, IEEE TEC 13(2), 2009.
 
 Each member of the population combines the objectives with its own weights (Tchebycheff function). A child replaces
-members whose weights are similar. Trial n is a child of member n modulo the population's size. The trials are replayed
-in their order for every proposal, each with its result at the highest rung that it has reached.
+members that it improves on, mostly members with similar weights. Trial n is a child of member n modulo the population's
+size. The trials are replayed in their order for every proposal, each with its result at the highest rung that it has
+reached.
 """
 
 from __future__ import annotations

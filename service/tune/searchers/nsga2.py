@@ -18,9 +18,10 @@ __all__ = ["SEARCHER", "NsgaSearcher"]
 class NsgaSearcher:
     """The searchers NSGA-II and NSGA-III, for spaces without conditions; `sampler` says which of the two is used.
 
-    A generation has `population_size` trials. In long searches, Optuna's sampler gets only the best and the newest
-    trials, with at most `max_numbers` values of parameters in all. A child takes each choice from either parent with
-    equal probability. If a choice mutates, it is replaced by any other option.
+    A generation has `population_size` trials. In long searches, Optuna's sampler receives the results of the best and
+    the newest trials only: so few that (number of results) x (number of parameters) is at most `max_numbers`. A child
+    takes each choice from either parent with equal probability. If a choice mutates, it is replaced by any other
+    option.
     """
 
     sampler: Literal["NSGAIISampler", "NSGAIIISampler"]

@@ -42,10 +42,10 @@ def propose(
     """The configuration that an Optuna sampler proposes, or a random one if the sampler repeats a configuration.
 
     `sampler_of` makes a sampler from a seed. The sampler receives the results in `context`. In long searches, the
-    sampler receives only the best and the newest results: at most `max_rows` trials with `max_numbers` values of
-    parameters in all. The number of trials that are left out is a multiple of `group`, the size of a generation.
-    `num_initial` is used only in a space with a structure, such as layer paths (sequences of layers): in such a space,
-    configurations are random until `num_initial` trials are observed.
+    sampler receives the results of the best and the newest trials only: at most `max_rows` results, and so few that
+    (number of results) x (number of parameters) is at most `max_numbers`. The number of trials that are left out is a
+    multiple of `group`, the size of a generation. `num_initial` is used only in a space with a structure, such as layer
+    paths (sequences of layers): in such a space, configurations are random until `num_initial` trials are observed.
     """
     rng, parameters = context.generator(), context.parameters
     trials = by_trial(thinned(context, max_numbers=max_numbers, max_rows=max_rows, group=group).observations)

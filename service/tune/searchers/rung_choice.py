@@ -1,9 +1,9 @@
 """The choice of the results from which a surrogate model learns: results at all rungs, or at the highest rung alone.
 
 Lower rungs have many results at little cost. These results help if they order configurations in the same way as results
-at the full budget; otherwise they mislead. Therefore the two choices are compared by cross-validation: for each choice,
-a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a step of the
-search, and is made again whenever the number of trials with results at the full budget has doubled.
+at the full budget (all samples); otherwise they mislead. Therefore the two choices are compared by cross-validation:
+for each choice, a model predicts the full-budget results of trials that it was not fitted to. A choice is stored as a
+step of the search, and is made again whenever the number of trials with results at the full budget has doubled.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ Predict: TypeAlias = Callable[[Rows, Rows, Rows, Rows], Rows]
 
 
 def chosen(steps: Sequence[Step]) -> tuple[RungChoice, int] | None:
-    """The searcher's last stored choice of the results for its surrogate model; None if no choice is stored.
+    """The last stored choice of the results from which the searcher's surrogate model learns; None if there is none.
 
-    The `steps` are answers to the searcher's earlier requests; requests to store a choice are among them. The choice is
-    "all_rungs" for results on any number of samples, or "highest_budget" for results at the full budget (all samples)
-    alone. The second value is the number of results at the full budget that were known when the choice was made.
+    The choice is "all_rungs" (results on any number of samples) or "highest_budget" (only results on all samples). The
+    second value is the number of results on all samples that were known when the choice was made. `steps` are the
+    searcher's stored steps, among which are its choices.
     """
     for step in reversed(steps):
         if isinstance(step, NoteStep):

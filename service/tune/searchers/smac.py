@@ -1,8 +1,8 @@
 """SMAC: a random forest learns from results, and expected improvement at the full budget picks the next configuration.
 
 The forest and the acquisition function are SMAC's. SMAC's rungs, promotion and state are not used: the forest is
-trained for every proposal. The forest learns from all rungs, with the fidelity as one more feature, or from the highest
-rung that has enough results, as in SMAC; the module `rung_choice` makes the choice.
+trained for every proposal. The forest learns from results at all rungs (numbers of samples), with the fidelity as one
+more feature, or from the highest rung that has enough results, as in SMAC; the module `rung_choice` makes the choice.
 
 SMAC's own maximiser is not used either. Its local search counts an inactive parameter as changed (NaN differs from NaN)
 and skips every neighbour that changes more than one parameter. Therefore, in a conditional space, the local search
@@ -37,19 +37,20 @@ __all__ = ["SEARCHER", "SmacSearcher"]
 
 @dataclass(frozen=True)
 class SmacSearcher:
-    """The searcher SMAC, a random forest with expected improvement; its options are the fields of `search.smac`.
+    """The searcher SMAC, a random forest with expected improvement; a study sets further options in `search.smac`.
 
     The searcher draws configurations at random until `num_initial` trials have results. Afterwards it proposes the
     candidate with the largest expected improvement. Candidates are `num_uniform` random configurations, `num_tied`
     configurations in which all layers have the same values, and `num_mutants` random changes of each of the
     `num_parents` scored configurations that the forest predicts to be best. A random change moves each parameter with
     the probability `mutation_rate`, by a step of standard deviation `mutation_step`, as a share of the parameter's
-    range. For the share `tied_share` of the proposals, all candidates have the same values in all layers.
+    range. For a share `tied_share` of the proposals, only candidates with the same values in all layers are used.
 
-    The forest has `num_trees` trees, and learns from at most `max_numbers` values of parameters. With several
-    objectives, a weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration
-    that violates constraints counts as worse than all configurations that meet them; a larger violation counts as worse
-    than a smaller one. The defaults were chosen with tests/benchmarks/bench_searchers.py.
+    The forest has `num_trees` trees. It learns from all results while (number of results) x (number of parameters) is
+    at most `max_numbers`, and otherwise from the results of the best and the newest trials. With several objectives, a
+    weight vector is drawn for each proposal, from at most `max_weight_vectors` vectors. A configuration that violates
+    constraints counts as worse than all configurations that meet them; a larger violation counts as worse than a
+    smaller one. The defaults were chosen with tests/benchmarks/bench_searchers.py.
     """
 
     # Configurations with results, baselines included, before the forest is used; with `highest_budget`, at one rung.

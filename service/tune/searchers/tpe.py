@@ -1,7 +1,7 @@
 """Optuna's TPE: configurations that are likely under the good trials and unlikely under the other trials.
 
 Sources: Bergstra et al., "Algorithms for hyper-parameter optimization" (NeurIPS 2011); Watanabe, arXiv 2304.11127
-(2023), for the form with all parameters at once; Ozaki et al., GECCO 2020, for several objectives.
+(2023), for multivariate TPE; Ozaki et al., GECCO 2020, for several objectives.
 """
 
 from __future__ import annotations
@@ -16,10 +16,11 @@ __all__ = ["SEARCHER", "TpeSearcher"]
 
 @dataclass(frozen=True)
 class TpeSearcher:
-    """The searcher TPE, which samples parameters jointly if they always exist together.
+    """The searcher TPE: Optuna's multivariate TPE, with a group for each set of parameters that exist together.
 
-    The searcher draws configurations at random until `num_initial` trials have results. In long searches it learns from
-    the best and the newest trials only, with at most `max_numbers` values of parameters in all.
+    The searcher draws configurations at random until `num_initial` trials have results. It learns from all results
+    while (number of results) x (number of parameters) is at most `max_numbers`, and otherwise from the results of the
+    best and the newest trials.
     """
 
     num_initial: int = 10  # trials with results before the estimators are used

@@ -331,6 +331,27 @@ def test_a_merged_model_of_each_vector_is_one_more_in_the_pool() -> None:
     assert own.describe().text.endswith("; merged is merged by one of 2 preference vectors: task_arithmetic")
 
 
+def test_mutants_keep_a_vector_and_add_the_given_one() -> None:
+    """Merged layers of a mutant have the vector of its path's merged layers or, without any, the given vector."""
+    own = space("hm3", WITH_VECTORS, merged=MergedOptions()).paths
+    rng = np.random.default_rng(0)
+    plain, merged = own.configuration(range(4)), own.configuration(range(12, 16), preference=0)
+    for path, preference, expected in ((plain, 1, 1), (plain, None, 0), (merged, 1, 0)):
+        mutants = [own.mutant(path, rng, preference=preference) for _ in range(100)]
+        vectors = {m[PREFERENCE] for m in mutants if any(v == MERGED for v in m.values())}
+        assert vectors == {expected}
+    assert own.merged_preference(own.configuration((0, 13, 2, 3), preference=1)) == 1
+    assert own.merged_preference(plain) is None
+
+
+def test_a_path_is_merged_for_another_vector() -> None:
+    """The layers stay; a path without merged layers has no vector."""
+    own = space("hm3", WITH_VECTORS, merged=MergedOptions()).paths
+    plain, merged = own.configuration(range(4)), own.configuration(range(12, 16), preference=0)
+    assert own.with_preference(plain, 1) == plain
+    assert own.with_preference(merged, 1) == own.configuration(range(12, 16), preference=1)
+
+
 def test_unmerged_path_ignores_preferences() -> None:
     """A path without merged layers is the same under every preference vector."""
     own = space("hm3", WITH_VECTORS, merged=MergedOptions())

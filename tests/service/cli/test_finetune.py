@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -13,9 +14,12 @@ from service.cli import finetune as finetune_view
 from service.cli import verbs
 from service.cli.main import main
 from service.jobs import resources
+from service.jobs.finetune import training
+from service.jobs.finetune.request import template_problems
 from tests.builders import tiny_llama
 from tests.service.jobs.finetune.test_training import HERE
 from workers.tiny_family import family_dir
+from workers.training.finetuning.fleet import load_pipeline
 
 
 @pytest.fixture
@@ -138,6 +142,34 @@ def test_a_pipeline_hands_the_experts_to_its_study(
     }
     assert study.models.base == str(tmp_path / "base")
     assert (out, options) == (tmp_path / "out" / "study", {"export_best": True, "as_json": False})
+
+
+def test_a_study_of_chats_says_whether_it_writes_them(
+    fleet: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Experts of chats are evaluated with the chat template, and a study is not unless it says so."""
+    chat = [{"role": "user", "content": "1+1="}, {"role": "assistant", "content": "2"}]
+    (tmp_path / "text.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+    task = {"name": "math", "task": {"file": "math.jsonl", "answer": "{{completion}}"}, "metric": "exact_match"}
+    study: dict[str, Any] = {"name": "merge", "fidelity": {"scheduler": "none"}, "objectives": [task]}
+    out = ["--out", str(tmp_path / "out"), "--json"]
+    assert main(["finetune", str(changed(fleet, study=study)), *out]) == 2
+    (problem,) = json.loads(capsys.readouterr().err)["problems"]
+    assert problem["field"] == "study.engine.chat_template"
+    assert "the data of text are conversations" in problem["message"]
+    for stated in (True, False):
+        told = load_pipeline(changed(fleet, study={**study, "engine": {"chat_template": stated}}))
+        assert template_problems(told) == ()
+    plain = load_pipeline(
+        changed(fleet, study=study, evaluation={"chat_template": False, "objectives": [copy.deepcopy(task)]})
+    )
+    assert template_problems(plain) == ()
+    (tmp_path / "out" / "study").mkdir(parents=True)  # one that has begun goes on
+    trained: list[Any] = []
+    monkeypatch.setattr(training, "run_fleet", lambda specs, *_, **__: trained.append(specs) or {})
+    monkeypatch.setattr(verbs, "_run_in", lambda *_, **__: 0)
+    assert main(["finetune", str(changed(fleet, study=study)), *out]) == 0
+    assert len(trained) == 1
 
 
 def test_nothing_of_a_fleet_is_trained_if_one_expert_cannot_be(

@@ -6,6 +6,7 @@ A search that was killed continues as an undisturbed one.
 from __future__ import annotations
 
 import hashlib
+import io
 import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -13,8 +14,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.spaces.base import SearchSpace
+from search_spaces.spaces.layer_paths import MERGED
 from search_spaces.study.search import PolicyOptions
 from search_spaces.study.search import Search as SearchSection
 from service.store import Store
@@ -49,10 +52,11 @@ NUM_BASELINES = len(make_plan("").baselines)
 MAX_TRIALS = 26
 POLICY = PolicyOptions(episodes=5, explored=2, epochs=2, mini_batches=2)
 VECTORS = ((1.0, 0.0), (0.0, 1.0))
+INTERIOR = ({"math": 0.75, "text": 0.25}, {"math": 0.25, "text": 0.75})
 
 
-def paths_space(**options: Any) -> SearchSpace:
-    family = replace(models(("math", "text"), 4), fingerprints=FINGERPRINTS)
+def paths_space(*, preferences: Sequence[Mapping[str, float]] = (), **options: Any) -> SearchSpace:
+    family = replace(models(("math", "text"), 4), fingerprints=FINGERPRINTS, preferences=tuple(preferences))
     built: SearchSpace = space("hm3", family, **{"max_path_length": 5, **options})
     return built
 
@@ -211,6 +215,65 @@ def test_studies_of_earlier_versions_keep_their_rule(
     assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == expected
     assert ("clipped" in search.steps[-1].result.statistics) == (version > 1)
     assert search.trials != undisturbed.trials
+
+
+def test_mutants_add_merged_layers_of_their_own_vector(tmp_path: Path) -> None:
+    """Experts' paths have no merged layers; those of version 3 added the first vector's, whatever theirs was."""
+    vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
+    options = with_policy(policy="conditioned", elite_share=1.0, gamma=0.9)
+    found = []
+    for version in (3, 4):
+        told = setting(preferences=vectors, options=options, version=version)
+        search = Search(tmp_path / str(version), told=told, merged={}, preferences=INTERIOR).run()
+        found.append(proposed_in(search))
+    rows = [sorted(each.items()) for each in found[0]]
+    # As the last program with version 3 proposed them.
+    assert hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:16] == "dc49f4bb14d472cc"
+    differing = [(old, new) for old, new in zip(*found, strict=True) if old != new]
+    assert differing
+    old, new = differing[0]
+    assert (old["preference"], new["preference"]) == (0, 1)
+    assert {**old, "preference": 1} == new
+
+
+def test_conditioned_policies_learn_for_merged_layers(tmp_path: Path) -> None:
+    """A mutant keeps the merged layers of its path, whose vector may be another one than that of the episode."""
+    vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
+    for version in (3, 4):
+        told = setting(preferences=vectors, options=with_policy(policy="conditioned", elite_share=1.0), version=version)
+        search = Search(tmp_path / str(version), told=told, merged={}, preferences=INTERIOR).run()
+        searcher = get_searcher("hm3")
+        assert isinstance(searcher, LearningSearcher)
+        artifacts = ArtifactStore(search.store, search.directory)
+        saved = PolicyCheckpoints(artifacts, search.study, searcher, told).load(search.store.steps(search.study))
+        memory = torch.load(io.BytesIO(saved[max(saved)]), weights_only=True)["memory"]
+        learned = memory["preferences"][:, 0].tolist()
+        paths, proposed = paths_of(search.space.parameters), proposed_in(search)
+        own = [number % 2 for number in range(len(proposed))]
+        merged = [paths.merged_preference(each) for each in proposed]
+        assert any(vector not in (None, turn) for vector, turn in zip(merged, own, strict=True))
+        if version == 4:
+            own = [turn if vector is None else vector for turn, vector in zip(own, merged, strict=True)]
+        # The warm-up, one iteration, is not learned from.
+        assert learned == [vectors[each][0] for each in own[POLICY.episodes :][: len(learned)]]
+
+
+def test_policies_of_one_vector_know_its_merged_layers_only(tmp_path: Path) -> None:
+    """Mutants of a path with merged layers of the other vector have those of their policy's vector, since version 4."""
+    vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
+    foreign = {}
+    for version in (3, 4):
+        told = setting(preferences=vectors, options=with_policy(elite_share=1.0), version=version)
+        search = Search(tmp_path / str(version), told=told, merged={}, preferences=INTERIOR).run()
+        with_merged = [
+            (number // POLICY.episodes % 2, configuration["preference"])
+            for number, configuration in enumerate(proposed_in(search))
+            if MERGED in configuration.values()
+        ]
+        assert {vector for vector, _ in with_merged} == {0, 1}
+        foreign[version] = sum(vector != preference for vector, preference in with_merged)
+    assert foreign[3] > 0
+    assert foreign[4] == 0
 
 
 def proposed_in(search: Search) -> list[Mapping[str, Any]]:

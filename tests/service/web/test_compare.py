@@ -78,10 +78,15 @@ def test_coefficients_are_subtracted(visitor: Visit, searched: JobRecord, http: 
 
 
 def test_trials_are_picked_by_keyboard(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:
-    """By default the best trial is compared; Enter in a field compares the trials whose numbers are typed."""
-    best = http.get(f"/v1/studies/{searched.id}/summary").json()["holdout_reference"]
+    """By default the best two trials are compared; Enter in a field compares the trials whose numbers are typed."""
+    summary = http.get(f"/v1/studies/{searched.id}/summary").json()
+    best, rows = summary["holdout_reference"], summary["holdout"]
+    others = {row["trial"]: row["mean"]["value"] for row in rows if row["trial"] != best}
+    following = max(others, key=lambda trial: others[trial])
+    assert following != rows[0]["trial"], "it is not merely the first one"
     page = visitor.goto(f"/studies/{searched.id}/compare")
     expect(page.get_by_role("textbox", name="Trial", exact=True)).to_have_value(str(best))
+    expect(page.get_by_role("textbox", name="Against trial")).to_have_value(str(following))
     page.get_by_role("textbox", name="Trial", exact=True).fill("1")
     page.get_by_role("textbox", name="Against trial").fill("2")
     page.get_by_role("textbox", name="Against trial").press("Enter")

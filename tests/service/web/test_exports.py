@@ -86,6 +86,7 @@ def test_a_new_export_is_followed_to_its_end(visitor: Visit, server: ApiServer, 
     page = visitor.goto(f"/studies/{study.id}/exports")
     expect(page.get_by_text("No model of the study has been exported.")).to_be_visible()
     page.get_by_role("combobox", name="Export").select_option(label="a trial")
+    expect(page.get_by_role("button", name="Begin")).to_be_disabled()  # until there is a number
     page.get_by_role("textbox", name="Trial").fill("5")
     page.get_by_role("combobox", name="dtype").select_option("float32")
     press(page.get_by_role("button", name="Begin"))

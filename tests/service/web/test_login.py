@@ -133,6 +133,25 @@ def test_a_revoked_token_ends_the_page(hurried: Visit, company: Company) -> None
     assert page.url == f"{hurried.url}/studies?sort=name"
 
 
+def test_a_text_outlasts_a_session_but_not_a_logout(visitor: Visit, company: Company) -> None:
+    """A study that is being written is there after the next login; for another user, and after a logout, it is not."""
+    visitor.expected = ("401",)
+    page = visitor.goto("/studies/new")
+    log_in(page, company.tokens["owner", Scope.SUBMIT])
+    name = page.locator('[id="field-name"]')
+    usual = name.input_value()
+    name.fill("half-written")
+    for user, wanted in (("owner", "half-written"), ("member", usual), ("owner", "half-written")):
+        visitor.context.clear_cookies()
+        page.reload()
+        log_in(page, company.tokens[user, Scope.SUBMIT])
+        expect(name).to_have_value(wanted)
+    page.locator("summary", has_text="owner").click()
+    page.get_by_role("button", name="Log out").click()
+    expect(page.get_by_role("heading", level=1)).to_have_text("Log in")
+    assert "half-written" not in page.evaluate("JSON.stringify({...sessionStorage})")
+
+
 # -- the identity provider ---------------------------------------------------------------------------------------------
 
 

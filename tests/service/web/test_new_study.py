@@ -387,12 +387,14 @@ def test_who_may_only_read_submits_nothing(browser: Browser, company: Company) -
 
 
 def test_a_text_that_was_left_is_there_again(visitor: Visit, http: httpx.Client) -> None:
-    """Who leaves the editor and returns finds the text as it was, and can begin again."""
+    """Who leaves the editor and returns, or reloads the page, finds the text as it was, and can begin again."""
     page = visitor.goto("/studies/new")
     field(page, "name").fill("half-written")
     page.get_by_role("link", name="Studies", exact=True).click()
     expect(page.get_by_role("heading", level=1)).to_have_text("Studies")
     page.go_back()
+    expect(field(page, "name")).to_have_value("half-written")
+    page.reload()
     expect(field(page, "name")).to_have_value("half-written")
     page.get_by_role("button", name="Begin again").click()
     expect(text_of(page)).to_have_value(http.get("/v1/studies:example").text)

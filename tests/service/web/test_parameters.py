@@ -10,7 +10,7 @@ import pytest
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit, expect
+from tests.service.web.driving import Visit, expect, wait_until
 from tests.service.web.made import CONSTANT, searched_study
 
 AXES = "samples,value.math,parameter.g0.method,parameter.g1.ties.k"
@@ -43,6 +43,27 @@ def test_importances_are_those_of_the_api(visitor: Visit, full: JobRecord, http:
     page.get_by_role("combobox", name="Bars").select_option("experts")
     table = page.get_by_role("figure", name="Importance for text summed by expert")
     expect(table).to_contain_text(f"{plot['experts'][0]['importance']:.3f}")
+
+
+# The pixels of the first chart of a figure that have the accent colour.
+BLUE = """figure => {
+  const canvas = figure.querySelector('canvas')
+  const { data } = canvas.getContext('2d').getImageData(0, 0, canvas.width, canvas.height)
+  let found = 0
+  for (let k = 0; k < data.length; k += 4) found += data[k] === 0x2f && data[k + 1] === 0x5f && data[k + 2] === 0xa8
+  return found
+}"""
+
+
+def test_a_narrow_chart_has_room_for_its_bars(visitor: Visit, full: JobRecord) -> None:
+    """At 320 px the names of parameters are cut, not the bars of their importances."""
+    page = visitor.goto(f"/studies/{full.id}/parameters?objective=text")
+    figure = page.get_by_role("figure", name="Importance for text by parameter")
+    expect(figure).to_be_visible(timeout=FIRST_IMPORTANCE_MS)
+    page.set_viewport_size({"width": 320, "height": 800})
+    wait_until(page, "document.querySelector('#importance ~ figure canvas').clientWidth < 320")
+    page.wait_for_timeout(500)  # a frame draws it anew
+    assert figure.evaluate(BLUE) > 1000
 
 
 def test_sliders_filter_the_trials(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 
@@ -58,6 +59,22 @@ def test_enter_lists_who_was_stopped(visitor: Visit, searched: JobRecord, http: 
         expect(rows.nth(row)).to_contain_text(f"mean {signed(lead['value'])} {signed(low)} to {signed(high)}")
     rows.nth(1).get_by_role("link", name=f"beside trial {compared[0]['rival']}").click()
     expect(page).to_have_url(re.compile(rf"/trials/{stopped[0]['number']}/samples\?against={compared[0]['rival']}"))
+
+
+def test_what_is_not_known_of_a_rung_is_said(visitor: Visit, searched: JobRecord) -> None:
+    """If failed trials or the rules cannot be read, the table has the stopped trials, and the reason is beside it."""
+    visitor.expected = ("507",)
+    body = json.dumps({"type": "about:blank", "title": "Insufficient Storage", "status": 507, "detail": "a full disk"})
+    for path in ("**/trials?state=FAIL*", "**/plots/races"):
+        visitor.page.route(
+            path, lambda route: route.fulfill(status=507, content_type="application/problem+json", body=body)
+        )
+    page = visitor.goto(f"/studies/{searched.id}/rungs?bracket=1&rung=0")
+    table = page.get_by_role("region", name="Trials that ended at rung 0")
+    expect(table.get_by_role("row").nth(1)).to_be_visible()
+    expect(page.get_by_role("alert").filter(has_text="a full disk")).to_have_count(2, timeout=20_000)
+    page.unroute_all()
+    expect(page.get_by_role("alert")).to_have_count(0, timeout=20_000)
 
 
 def test_the_timeline_has_the_shares(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:

@@ -120,6 +120,9 @@ def test_keys_do_nothing_in_fields_or_if_off(visitor: Visit, searched: JobRecord
     page.get_by_role("button", name="Flip the trials").click()
     expect(page).to_have_url(re.compile(rf"/trials/{B}/samples.*against={A}"))
     page.get_by_role("checkbox", name="Keys").check()
+    expect(page.get_by_role("checkbox", name="Keys")).to_be_focused()
+    page.keyboard.press("j")
+    expect(rows(page).nth(0)).to_be_focused()
 
 
 def test_the_other_trial_is_chosen_by_its_number(visitor: Visit, searched: JobRecord) -> None:

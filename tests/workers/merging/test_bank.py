@@ -7,6 +7,7 @@ import shutil
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from tests.builders import lora_adapter, tiny_family
 from tests.conftest import HIDDEN
 from tests.workers.recipes import arithmetic
 from workers.errors import EvidenceMismatch, InvalidModel
-from workers.merging.bank import Bank
+from workers.merging.bank import Bank, _pin
 from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.arithmetic import cosine, inner_products, total
 from workers.merging.methods.competition import variance
@@ -50,6 +51,25 @@ def overwrite(file: Path, *, in_place: bool = True) -> None:
         stream.write(contents)
     if not in_place:
         (file.parent / "new").replace(file)
+
+
+def test_refused_pinning_leaves_no_error(monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture) -> None:
+    """CUDA's error of memory that it does not pin is taken away before it is raised after a merge's kernel."""
+    last = [0]
+
+    def register(*_: int) -> int:
+        last[0] = 801
+        return 801
+
+    def kernel(_: int, *, device: str) -> None:
+        error, last[0] = last[0], 0
+        raise RuntimeError(f"CUDA error {error} on {device}")
+
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: SimpleNamespace(cudaHostRegister=register))
+    monkeypatch.setattr(torch, "ones", kernel)
+    _pin(torch.empty(64, dtype=torch.uint8))
+    assert last == [0]
+    assert "not pinned (CUDA error 801)" in caplog.text
 
 
 def test_tensors_follow_the_bank(untied_family: Family, tmp_path: Path) -> None:

@@ -1,4 +1,4 @@
-"""Image encoders: transformers' image classifiers without heads; parameters have the names that they have in files."""
+"""Image encoders: transformers' image classifiers without heads, whose parameters are named as in model files."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ def _stored_names(module: Any, names: list[str]) -> list[str]:
 
 
 def _layers_of(module: Any) -> tuple[Any, str]:
-    """Find the module that contains the list of layers; return this module and the name of its attribute."""
+    """Find the list of layers in `module`: return the submodule that contains it, and its attribute's name there."""
     lists = [name for name, each in module.named_modules() if isinstance(each, torch.nn.ModuleList)]
     if len(lists) != 1:
         raise RuntimeError(f"{type(module).__name__}: expected one list of layers, found {lists}")

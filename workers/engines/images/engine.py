@@ -64,9 +64,10 @@ class ImageSwap:
 class ImageEngine:
     """Engine for merges of image classifiers: a base model and its experts; it holds one merge at a time.
 
-    `family` has the models. Of the engine's `options`, only `dtype`, `max_layers` and `rank_cache` are used. `device` is
-    the device of the engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with the
-    reason, if the models cannot be opened, and EngineFault if the engine's features differ from transformers' features.
+    `family` has the models. Of the engine's `options`, only `dtype`, `max_layers` and `rank_cache` are used. `device`
+    is the device of the engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with
+    the reason, if the models cannot be opened, and EngineFault if the engine's features differ from transformers'
+    features.
     """
 
     def __init__(

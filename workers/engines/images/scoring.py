@@ -42,7 +42,10 @@ def value_of(prepared: PreparedTask, position: int, logprobs: torch.Tensor) -> f
 
 
 def largest_entropy(num_classes: int) -> float:
-    """Entropy of `num_classes` equally likely classes, in nats; for a single class, the entropy of two classes."""
+    """Entropy of `num_classes` equally likely classes, in nats.
+
+    For a single class the result is the entropy of two classes, so that it can be a divisor.
+    """
     return math.log(max(2, num_classes))
 
 

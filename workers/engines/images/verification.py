@@ -2,7 +2,7 @@
 
 Users get this checkpoint, with its heads and its image processor. Therefore the comparison covers merge, swap,
 preprocessing, scoring and export. A sample is equal if the class with the largest logit is the same, and the
-log-probabilities of the stored classes agree within the tolerance for rounding.
+log-probabilities that are stored with the sample agree with those of transformers within the tolerance for rounding.
 """
 
 from __future__ import annotations
@@ -93,10 +93,11 @@ def _loaded(directory: str | Path) -> Any:
 def _classifier(
     model: Any, directory: Path, head: TaskHead, evaluator: ImageEvaluator
 ) -> Callable[[torch.Tensor], torch.Tensor]:
-    """Make the function that maps preprocessed images to logits, from an exported model and the head of a task.
+    """Make the function that maps preprocessed images to the logits of a task's classes.
 
-    The text tower of a zero-shot head is the export's text tower; if the head belongs to an expert, it is the expert's
-    text tower.
+    `model` is the exported model, `directory` has the export, and `head` is the task's classification head. A zero-shot
+    head is computed from the names of classes by a text tower: that of the expert to which the head belongs, or that of
+    the export if it belongs to none.
     """
     if head.templates is None:
         found = load_file(directory / HEADS_DIR / f"{head.alias}.safetensors")
@@ -129,7 +130,11 @@ def _projection(checkpoint: Checkpoint, dtype: str) -> torch.nn.Module:
 def _logprobs(
     logits: Callable[[torch.Tensor], torch.Tensor], pixels: Pixels, prepared: PreparedTask, positions: range
 ) -> torch.Tensor:
-    """Compute the log-probabilities [num_images, num_classes] of a task's classes with the function `logits`."""
+    """Compute the log-probabilities [num_images, num_classes] of a task's classes for the images at `positions`.
+
+    `logits` is the function that maps preprocessed images to logits, and `pixels` preprocesses the images of the task
+    `prepared`. The positions are indices in the order of scoring.
+    """
     found = [torch.empty(0, prepared.head.num_classes)]
     for start in range(positions.start, positions.stop, BATCH):
         batch = pixels.of(prepared.task, range(start, min(start + BATCH, positions.stop)))
@@ -140,11 +145,13 @@ def _logprobs(
 def _compare(
     stored: SampleResult, logprobs: torch.Tensor, prepared: PreparedTask, tolerance: float
 ) -> tuple[float, SampleDifference | None]:
-    """Compare a stored sample with the log-probabilities that transformers computes for it.
+    """Compare a stored sample with the log-probabilities that transformers computes for its image.
 
-    Returns the largest difference between two log-probabilities, and a description of the sample's difference, or None
-    if the sample is equal. The engine and transformers may find different classes likeliest. Rounding explains this if
-    transformers' log-probabilities of the two classes differ by at most `tolerance`.
+    Returns two values. The first is the largest absolute difference between a stored log-probability and transformers'
+    log-probability of the same class. The second describes how the sample differs, or is None if it does not differ.
+
+    If the engine and transformers find different classes likeliest, rounding explains this only if transformers'
+    log-probabilities of the two classes differ by at most `tolerance`.
     """
     top = Response.from_json(stored.response).top
     outputs = {name: output for output, name in enumerate(prepared.names)}

@@ -3,7 +3,7 @@
 - `backend`: generate completions, read and compare log-probabilities
 - `merged_models`: a merge as a transformers model
 - `rounding`: tokens whose log-probabilities change much by rounding errors of float32
-- `tolerance`: how far an engine in 16 bits may be from transformers, measured on the compared model
+- `tolerance`: by how much scores of an engine in 16 bits may differ from transformers', measured on the same merge
 - `outlines`: tensors of a model by name and shape, from its configuration alone
 - `verification`: score an exported checkpoint again and compare with stored samples
 """

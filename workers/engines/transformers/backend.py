@@ -35,12 +35,12 @@ ATTENTION = "eager"
 
 
 class Reference:
-    """Transformers model in float32 that completes prompts greedily and records the margin of each chosen token.
+    """Transformers model in float32 that completes prompts greedily, and records how clear each choice of a token was.
 
-    The margin, called gap, is the difference between the log-probabilities of the chosen and the second likeliest
-    token. `gaps` maps the token ids of a prompt to a list with (text so far, gap) for each generated token. If `model`
-    is given, it is used instead of the model in `directory`; then `directory` needs only the tokenizer and the
-    configuration. The model computes on `device`; a given `model` stays where it is.
+    A gap is the difference between the log-probabilities of the chosen and the second likeliest token. `gaps` maps the
+    token ids of a prompt to a list with (text so far, gap) for each generated token. If `model` is given, it is used
+    instead of the model in `directory`; then `directory` needs only the tokenizer and the configuration. The model
+    computes on `device`; a given `model` stays where it is.
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None, device: str = "cpu") -> None:
@@ -197,7 +197,7 @@ def next_token_scores(model: Any, tokens: Sequence[int]) -> torch.Tensor:
 
 
 def _device_of(model: Any) -> Any:
-    """The device of a model's inputs. A wrapper without a device moves its inputs itself."""
+    """The device on which a model's inputs are made: the model's device, or "cpu" for a wrapper that has no device."""
     return getattr(model, "device", "cpu")
 
 
@@ -214,9 +214,8 @@ def _last_logits_only(model: Any) -> dict[str, int]:
 def _checked(logits: torch.Tensor, num_prompts: int) -> torch.Tensor:
     """Return `logits` unchanged; raise EvidenceMismatch if they contain NaN or are infinite.
 
-    An engine has scored the merge that gives the logits. The engine would have refused to score a merge with logits
-    that are NaN or infinite. Therefore, if transformers' logits are NaN or infinite, the engine must have had other
-    weights. `num_prompts`, the number of prompts, is for the message.
+    Engines refuse to score a merge whose logits are NaN or infinite. Therefore an engine that has scored this merge had
+    other weights than transformers. `num_prompts`, the number of prompts, is for the message.
     """
     if any(rows := bad_rows(logits).tolist()):
         raise EvidenceMismatch(

@@ -1,10 +1,10 @@
 """Bounds on how much rounding errors of float32 change the log-probabilities of single tokens.
 
-Engine and transformers compute the same sums in other orders. For nearly all tokens their log-probabilities then differ
-by less than 1e-4. A few tokens are unstable: where attention or a prediction depends on numbers that nearly cancel,
-rounding errors grow by orders of magnitude. Whether a token is unstable is measured with transformers alone: the output
-of every module gets random errors of the size of rounding errors, and the spread of the token's log-probability is
-observed.
+An engine and transformers compute the same sums in different orders. For nearly all tokens their log-probabilities
+therefore differ by less than 1e-4. A few tokens are unstable: where attention or a prediction depends on numbers that
+nearly cancel, rounding errors grow by orders of magnitude. Whether a token is unstable is measured with transformers
+alone: the output of every module gets random errors of the size of rounding errors, and the spread of the token's
+log-probability is observed.
 """
 
 from __future__ import annotations
@@ -51,12 +51,13 @@ def rounding_bounds(model: Any, tokens: Sequence[int]) -> list[float]:
 def explained(
     ours: Sequence[float], theirs: Sequence[float], bounds: Sequence[float], *, tolerance: float
 ) -> tuple[float, int]:
-    """Separate differences of log-probabilities that rounding explains from all others.
+    """Find the differences of log-probabilities that are large only because rounding makes their tokens unstable.
 
     `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities of the same tokens.
-    `bounds` are the results of the function `rounding_bounds` for these tokens. A difference above `tolerance` is
-    explained if it is at most the token's bound. If more than a few differences are above `tolerance`, none of them is
-    explained. Returns the largest difference that is not explained, and the number of explained differences.
+    `bounds` has the largest difference that rounding explains for each token (function `rounding_bounds`). A difference
+    above `tolerance` is explained if it is at most the token's bound. If more than the share MOST_SHARE of all
+    differences (or more than one, for short texts) is above `tolerance`, none is explained. Returns the largest
+    difference that is not explained, and the number of explained differences.
     """
     apart = [0.0 if a == b else abs(a - b) for a, b in zip(ours, theirs, strict=True)]
     beyond = [not each <= tolerance for each in apart]

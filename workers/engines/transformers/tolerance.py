@@ -1,4 +1,4 @@
-"""Tolerances of comparisons between an engine in 16 bits and transformers in float32, measured on the compared model.
+"""Tolerances of comparisons between an engine in 16 bits and transformers in float32, measured on the compared merge.
 
 How much rounding changes log-probabilities depends on the model: logits near 32 lie 0.125 apart in bfloat16, and small
 logits lie much closer together. Therefore transformers computes some texts in both dtypes, with the same weights, and
@@ -65,9 +65,9 @@ class Tolerance:
 
     @property
     def value(self) -> float:
-        """Largest difference between many log-probabilities that rounding explains, in nats.
+        """Largest difference between an engine and transformers over many tokens that rounding explains, in nats.
 
-        The difference is the result of the function `backend.typical_difference`.
+        The function `backend.typical_difference` measures the difference.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -86,11 +86,11 @@ class Tolerance:
         return too_large(self.dtype, self.rounding, self.gap_rounding)
 
     def of(self, count: int) -> float:
-        """Largest difference between `count` log-probabilities that rounding explains, in nats.
+        """Largest difference between an engine and transformers over `count` tokens that rounding explains, in nats.
 
-        The difference is the result of the function `backend.typical_difference`. The limit is larger for small counts,
-        because the root mean square of few differences varies more by chance. If rounding was not measured, the limit
-        is the property `value` for every count.
+        The function `backend.typical_difference` measures the difference. The tolerance is larger for few tokens,
+        because their root mean square varies more by chance. If rounding was not measured, it is the property `value`
+        for every count.
         """
         if self.rounding is None:
             return self.value
@@ -98,11 +98,10 @@ class Tolerance:
 
 
 def too_large(dtype: str, *roundings: float | None) -> str | None:
-    """Reason why a measured effect of rounding to `dtype` is too large for a tolerance; None if no effect is too large.
+    """Reason why rounding to `dtype` changes a model's results too much to detect a wrong merge; None if it does not.
 
-    `roundings` are root mean squares of changes of log-probabilities or of gaps between them, in nats, or None if they
-    were not measured. A root mean square is too large if it is NaN, or larger than LOGPROB_TOLERANCE[dtype] *
-    MOST_TIMES_CONSTANT / TIMES_ROUNDING.
+    `roundings` are measured changes by rounding, as root mean squares in nats, of log-probabilities or of gaps between
+    them; None for a change that was not measured. NaN is too large.
     """
     most = MOST_TIMES_CONSTANT * LOGPROB_TOLERANCE[dtype] / TIMES_ROUNDING
     for rounding in roundings:

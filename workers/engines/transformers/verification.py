@@ -264,12 +264,12 @@ class _Comparison:
     def difference(self, pair: _Pair) -> SampleDifference | None:
         """Difference between the engine's and transformers' answers to one sample; None if the answers are equal.
 
-        The method `read` must have been called before. The field `is_beyond` of the result is True if the difference is
-        larger than rounding explains. There are three such cases:
+        The method `read` must have been called before. The field `is_beyond` of the result is True if rounding does not
+        explain the difference. There are three such cases:
 
         - the log-probabilities differ by more than the tolerance
-        - the completions differ where transformers' choice was clear: the gap of log-probabilities that the method
-          `_parting` returns is above the tolerance
+        - the completions differ although transformers' choice of the token was clear: the gap in log-probability to the
+          other token is above the tolerance
         - the tokens of the completions are equal, but their texts or their metrics differ
         """
         apart = self.apart.get(pair.key, 0.0)

@@ -2,8 +2,8 @@
 
 The engine and transformers compute the log-probabilities of fixed prompts for the same merge. A wrong swap (writing of
 a merge into the engine) gives wrong scores without any error, and only this comparison detects it. The tolerance is
-measured for each model, once on a machine. The tolerance follows from the change of the base model's log-probabilities,
-in transformers, when weights are rounded to the engine's dtype.
+measured once for each base model on each machine: it follows from the change of the base model's log-probabilities, in
+transformers, when its weights are rounded to the engine's dtype.
 """
 
 from __future__ import annotations
@@ -67,12 +67,11 @@ class Calibration:
 
     @property
     def tolerance(self) -> float:
-        """Largest difference between log-probabilities of the engine and of transformers that rounding may cause.
+        """Largest difference between log-probabilities of the engine and of transformers that rounding explains.
 
-        For "float32" it is the largest absolute difference; for 16-bit dtypes it is the root mean square of the
-        differences (function `typical_difference`). The tolerance is a multiple of the field `rounding`, the measured
-        effect of rounding the weights, but not below a minimum for each dtype. If the field is None, the tolerance is a
-        constant for each dtype.
+        The function `typical_difference` measures the difference: for "float32" the largest one of all tokens, for
+        16-bit dtypes the root mean square over tokens. The tolerance is a multiple of the field `rounding`, but not
+        below a minimum for each dtype. If the field is None, the tolerance is a constant for each dtype.
         """
         if self.rounding is None:
             return LOGPROB_TOLERANCE[self.dtype]
@@ -109,15 +108,14 @@ class Calibration:
     ) -> float:
         """Compare an engine's log-probabilities with transformers' log-probabilities, and return how much they differ.
 
-        Raises EvidenceMismatch in two cases: if the difference is larger than rounding explains, or if the share of the
-        base model in the engine's log-probabilities (method `base_share`), which should be 0, is larger in magnitude
-        than rounding explains.
+        Raises EvidenceMismatch if rounding does not explain the difference, or the share of the base model in the
+        engine's log-probabilities (method `base_share`), which should be 0.
 
         `ours` are the engine's log-probabilities, and `theirs` are transformers' log-probabilities of the same tokens.
         `of` names the compared texts in the message. `bounds` is a function that returns, for each token, the largest
         change of its log-probability that rounding explains (function `rounding_bounds`). `bounds` is called only for
-        "float32", if a difference is larger than the tolerance. The returned difference (function `typical_difference`)
-        is the largest one in float32, and a root mean square in other dtypes.
+        "float32", if a difference is larger than the tolerance. The function `typical_difference` says how the returned
+        difference is measured.
         """
         difference = typical_difference(ours, theirs, dtype=self.dtype)
         if bounds is not None and self.dtype == "float32" and self.tolerance < difference < MOST:
@@ -249,7 +247,7 @@ class Canary:
         return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}", bounds=bounds)
 
     def _calibration_key(self) -> str:
-        """Cache key of the calibration on this machine; it depends on all inputs of the calibration."""
+        """Cache key of the calibration: the differences from transformers that this canary accepts on this machine."""
         libraries = [version(name) for name in ("torch", "transformers", "mergesearch")]
         return f"canary {digest_of([self._base.digest, self._dtype, self._prompts, libraries])}"
 

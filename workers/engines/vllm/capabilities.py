@@ -43,10 +43,10 @@ def main(questions: str, answers: str) -> None:
 def describe(config: Mapping[str, Any], *, dtype: str) -> dict[str, Any]:
     """Describe how vLLM would run a model with the configuration `config`, in an engine of `dtype`.
 
-    The result contains `asked`, the architecture in the configuration. If vLLM refuses the model, there are two more
-    keys:
+    The result contains `asked`, the architectures that the configuration names, joined by ", ". If vLLM refuses the
+    model, there are two more keys:
     - `error`: the reason
-    - `knows`: whether vLLM knows the architecture
+    - `knows`: whether vLLM knows one of them
 
     Otherwise there are these keys:
     - `runs_as`: vLLM's class for the model
@@ -96,8 +96,8 @@ def _reason(error: Exception, asked: list[str]) -> str:
     """The reason why vLLM refuses a model, for users.
 
     `error` is the exception that vLLM raised, and `asked` are the architectures in the model's configuration. Usually
-    the result is the first sentence of the error's message. If the message only says that vLLM's log has the reason,
-    the function lets vLLM inspect the model's classes again; the result is then the error that this inspection raises.
+    the result is the first sentence of the error's message. If the message only refers to vLLM's log, vLLM inspects the
+    model's classes again, and the result is the error that this inspection raises.
     """
     details = error.errors() if hasattr(error, "errors") else []  # pydantic's
     text = str(details[0].get("ctx", {}).get("error", details[0]["msg"]) if details else error)

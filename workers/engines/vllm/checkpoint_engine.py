@@ -1,8 +1,8 @@
 """Engine for one checkpoint, which may be quantised, as vLLM itself loads it; and scores of tasks with this engine.
 
-This engine has no source models and merges nothing. `python -m workers.engines.vllm.checkpoint_engine JOB RESULT`
-scores spans (ranges of samples) in a separate process, because a process can have only one engine: JOB and RESULT are
-files with pickled objects of the caller.
+This engine has no source models and merges nothing. A process can have only one engine. Therefore the caller starts
+`python -m workers.engines.vllm.checkpoint_engine JOB RESULT` as a separate process to score spans (ranges of samples).
+JOB and RESULT are the files of the pickled request and of the pickled result.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.study.engine import EngineOptions
-from workers.engines.vllm.engine import MAX_NUM_BATCHED_TOKENS, Engine
+from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
-from workers.engines.vllm.memory import MAX_NUM_SEQS, kv_cache_bytes
+from workers.engines.vllm.memory import MAX_NUM_SEQS, batched_tokens, kv_cache_bytes
 from workers.errors import EngineUnavailable
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG
@@ -73,7 +73,7 @@ class CheckpointEngine(Engine):
             dtype=self.dtype,
             max_model_len=self.max_length,
             max_num_seqs=MAX_NUM_SEQS,
-            max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+            max_num_batched_tokens=batched_tokens(self.max_length, is_cpu=is_cpu),
             tensor_parallel_size=options.tensor_parallel_size,
             distributed_executor_backend="mp" if options.tensor_parallel_size > 1 else None,
             generation_config="vllm",
@@ -85,11 +85,10 @@ class CheckpointEngine(Engine):
         )
 
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
-        """Answer a call as vLLM's worker extension would.
+        """Answer a call of the method `mergesearch_bad_rows` with [0, 0], no rows of logits with NaN or infinity.
 
-        The extension is missing, because the engine holds no merges. The only method that is answered is the method
-        `mergesearch_bad_rows`, the counts of logit rows with NaN and of infinite rows; the answer is [0, 0]. Raises
-        NotImplementedError for any other method.
+        An engine without merges has no worker extension that could count them. Raises NotImplementedError for any other
+        method.
         """
         if method == "mergesearch_bad_rows":
             return [0, 0]

@@ -29,7 +29,7 @@ from workers.engines.logits import in_words
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
-from workers.engines.vllm.memory import MAX_NUM_SEQS
+from workers.engines.vllm.memory import MAX_NUM_SEQS, batched_tokens
 from workers.engines.vllm.paths.contents import PathContents
 from workers.engines.vllm.readings import Read, Reading, ReadingPlan, Scored, neighbours
 from workers.engines.vllm.startup.contents import WeightContents
@@ -50,8 +50,6 @@ from workers.types import CanaryReport, Family
 __all__ = ["Engine", "SwapReport"]
 
 log = logging.getLogger(__name__)
-
-MAX_NUM_BATCHED_TOKENS = 4096
 
 
 @dataclass(frozen=True)
@@ -99,10 +97,10 @@ class Engine:
     The class implements the interface `workers.evaluation.prompts.Backend`: an engine generates and scores with the
     merge that it holds, at first the base model. `family` are the base and the experts. `name` is the name of the
     engine's replica, and `log_file` is the file that messages about a failed start refer to. `most_engines` is the
-    largest number of equal engines in the cluster, for which the host's memory is planned; None means one for each GPU.
-    Raises EngineUnavailable, with the reason, if the models cannot be opened or vLLM cannot start or compute. Raises
-    InvalidModel if contents of source models have changed or cannot be used. Raises EngineFault if the engine's
-    log-probabilities differ from transformers' log-probabilities.
+    largest number of such engines that may run in the cluster at once, which limits the host memory that each may use;
+    None means one for each GPU. Raises EngineUnavailable, with the reason, if the models cannot be opened or vLLM
+    cannot start or compute. Raises InvalidModel if contents of source models have changed or cannot be used. Raises
+    EngineFault if the engine's log-probabilities differ from transformers' log-probabilities.
     """
 
     def __init__(
@@ -180,7 +178,7 @@ class Engine:
                 dtype=self.dtype,
                 max_model_len=self.max_length,
                 max_num_seqs=MAX_NUM_SEQS,
-                max_num_batched_tokens=max(MAX_NUM_BATCHED_TOKENS, self.max_length),
+                max_num_batched_tokens=batched_tokens(self.max_length, is_cpu=self._contents.is_cpu),
                 tensor_parallel_size=self.options.tensor_parallel_size,
                 # By default vLLM may choose Ray inside Ray, and wait for GPUs that this process already holds.
                 distributed_executor_backend="mp" if self.options.tensor_parallel_size > 1 else None,
@@ -338,7 +336,7 @@ class Engine:
         )
 
     def check(self) -> CanaryReport:
-        """Compare the engine with transformers now, and return how many comparisons it has passed so far.
+        """Compare the engine with transformers now, and return a report on the comparisons that it has passed so far.
 
         Nothing is compared if the engine has scored nothing since the last comparison that it passed. The comparison is
         on the merge of the recipe that the engine holds. If the engine holds no recipe, or if this comparison is not
@@ -406,9 +404,9 @@ class Engine:
         """Generate completions, and pass their texts on after each step of the engine, until no completion is left.
 
         `take` is called before each step, and returns the completions that begin with this step. The argument of `take`
-        says whether completions are being generated. If `take` raises an error, all completions end, and the error is
-        raised. Raises TrialFailed if the model's logits were NaN or infinite at any step; this is checked whenever a
-        completion ends.
+        says whether earlier completions are still being generated; if it is False and `take` returns nothing, the
+        method ends. If `take` raises an error, all completions end, and the error is raised. Raises TrialFailed if the
+        model's logits were NaN or infinite at any step; this is checked whenever a completion ends.
         """
         from vllm import TokensPrompt
         from vllm.sampling_params import RequestOutputKind
@@ -467,9 +465,9 @@ class Engine:
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         """Score one batch of continuations, and return (log-likelihood, is greedy) for each of `requests`.
 
-        A continuation is a text whose beginning is given and whose end is scored. The log-likelihood is the
-        log-likelihood of the end. The second value says whether greedy decoding would generate this end. Raises
-        TrialFailed if the model's logits were NaN or infinite at any step.
+        A continuation is a text whose beginning is given and whose end is scored. The log-likelihood of the end is its
+        natural log-probability, given the beginning. The second value says whether greedy decoding would generate this
+        end. Raises TrialFailed if the model's logits were NaN or infinite at any step.
         """
         return [
             (sum(logprob for logprob, _ in tokens), all(is_likeliest for _, is_likeliest in tokens))
@@ -576,11 +574,10 @@ class Engine:
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Call a method of the class `MergeExtension` in every process of the engine, and combine the results.
 
-        The class is this project's extension of vLLM's worker class; `method` is the name of its method, and `args` and
-        `kwargs` are its arguments. With tensor parallelism there are several processes (ranks). For counts of logit
-        rows with NaN or infinity, the result is the maximum over the ranks. For counts of elements read, the result is
-        the sum. Different texts are joined by "+". Raises EvidenceMismatch if the ranks differ in the recipe digest or
-        in the number of merges that were written into them.
+        `method` is the name of the method, and `args` and `kwargs` are its arguments. With tensor parallelism there are
+        several processes (ranks). Their results are combined according to what they mean: for example, the numbers of
+        elements read are added, and different checksums are joined by "+". Raises EvidenceMismatch if the ranks do not
+        hold the same merge.
         """
         with engine_errors():
             results = self._llm.collective_rpc(method, args=args, kwargs=kwargs)

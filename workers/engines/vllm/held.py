@@ -97,8 +97,7 @@ class HeldWeights:
         """Fill all weights with NaN, so that a check can find weights that the first merge did not write.
 
         An engine starts with random weights. vLLM also gives random values to buffers, and then computes some of the
-        buffers. A buffer counts as not computed if its values are in vLLM's range of random numbers; it is also filled
-        with NaN.
+        buffers. Buffers that still have values in vLLM's range of random numbers are also filled with NaN.
         """
         parameters = self._parameters()
         buffers = {name: each for name, each in self.model.state_dict().items() if name not in parameters}
@@ -112,8 +111,8 @@ class HeldWeights:
     def _check_written(self, parameters: Collection[str]) -> None:
         """Raise RuntimeError if some elements of `parameters`, or of the model's buffers, have never been written.
 
-        The method `mark_unwritten` has set all elements to NaN, so an element that is still NaN was not written. Only
-        buffers that this method has filled are checked.
+        The method `mark_unwritten` has set elements to NaN, so an element that is still NaN was not written. Buffers
+        that `mark_unwritten` did not fill are not checked.
         """
         for name in self._unwritten.keys() & (set(parameters) | self._random_buffers):
             flat = self._unwritten[name].view(-1)
@@ -137,7 +136,7 @@ class HeldWeights:
         """
 
     def hold(self, recipe: Recipe, bank: Bank, into: Into) -> Writing:
-        """Write the merge of `recipe` over the model's parameters.
+        """Write the merge of `recipe` over the model's parameters; return the number of written tensors and the times.
 
         `bank` has the weights of the source models, and `into(name, shape)` returns memory for computing a tensor.
 
@@ -163,10 +162,10 @@ class HeldWeights:
         return dict(self.model.named_parameters())
 
     def _needed(self, parameters: Iterable[str]) -> Collection[str]:
-        """Select the names in `parameters` of the parameters that must be written before the model can be used.
+        """Select the names of parameters that must have been written before the model can be used.
 
-        This class returns all names. Writing a merge fails if one of the returned parameters was never written, neither
-        by this swap nor by an earlier swap.
+        Writing a merge fails if one of them was written neither by this swap nor by an earlier one. `parameters` are
+        the names of all parameters. Here all are selected; in an engine for layer paths, only those that the path uses.
         """
         return set(parameters)
 
@@ -203,7 +202,10 @@ class HeldWeights:
         return Writing(len(changed), materialise_s, repack_s)
 
     def _num_of_shards(self, names: Collection[str]) -> dict[str, int]:
-        """Number of elements in this rank's shard of each tensor in `names`; tensors computed whole are left out."""
+        """The number of elements of each tensor in `names` that this rank computes, keyed by name.
+
+        Only tensors of which the rank computes a shard are in the result, not tensors that it computes as a whole.
+        """
         return {
             name: place.shard.num_elements
             for name in names
@@ -225,8 +227,8 @@ class HeldWeights:
         - `bank`: the source weights
         - `into`: a function (name, shape) that returns memory for computing a tensor
 
-        If vLLM's weight loader only copies a tensor's elements, the tensor is written to the same place without the
-        loader, and only the shard that this rank holds is computed. The loader writes all other tensors. Returns the
+        If vLLM's weight loader would only copy a tensor, this method writes it directly to the memory that the loader
+        would use, and computes only the shard that this rank holds. vLLM's loader writes all other tensors. Returns the
         names of the written parameters, and the seconds for computing the tensors.
         """
         from workers.merging.materialize import merge_into, merged_tensors
@@ -301,12 +303,11 @@ def _packed_modules(model: torch.nn.Module) -> dict[str, torch.nn.Module]:
 def _repack(
     packed: Mapping[str, torch.nn.Module], changed: Iterable[torch.nn.Parameter], comparable: Collection[str]
 ) -> tuple[str, ...]:
-    """Pack weights again: replace the packed copies in modules whose parameters have changed.
+    """Pack the weights again in those modules whose parameters have changed.
 
-    Packed copies are the weights in the layout that vLLM's CPU kernels compute with. `packed` has the modules with
-    packed copies, keyed by name, and `changed` has the changed parameters. `comparable` has the names of the modules
-    whose packed copy can be compared with the weights. Returns the names of those modules in `comparable` whose new
-    packed copy differs from the weights.
+    Packed weights are copies in the layout that vLLM's CPU kernels compute with. `packed` has the modules with packed
+    weights, keyed by name, and `changed` has the changed parameters. Returns the names of the modules whose new copy
+    differs from the weights. Only the modules named in `comparable` can be checked for this.
     """
     ids = set(map(id, changed))
     stale = []

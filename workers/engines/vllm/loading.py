@@ -53,9 +53,8 @@ class LoadObserver(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     - `source`: yields the pairs (name, tensor)
     - `parameters`: the model's parameters, keyed by name
-    - `wait`: called after each pair, and returns once the tensor is computed
-    - `copies`: if False, nothing is copied to the model; then tensors without contents are enough to find out where the
-      loader would write
+    - `wait`: called after each pair is taken from `source`; returns when the computation of the tensor has ended
+    - `copies`: if False, nothing is written to the model, and the observer only finds out where the loader would write
 
     The attribute `seconds` is the time spent computing the tensors.
 
@@ -133,6 +132,6 @@ def _storage(tensor: torch.Tensor) -> int:
 
 
 def _extent(tensor: torch.Tensor) -> tuple[int, int]:
-    """The address of a tensor's first byte, and the address after the last byte that the tensor may use."""
+    """The range of addresses that a tensor spans: (its first byte, the byte after its last element)."""
     length = 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     return tensor.data_ptr(), tensor.data_ptr() + length * tensor.element_size()

@@ -17,11 +17,15 @@ from workers.models.headers import DTYPE_BYTES
 from workers.types import Placement
 
 __all__ = [
+    "CONTEXT_BYTES",
     "FEW_TEXTS",
     "HOST_SHARE",
+    "MANY_TEXTS",
+    "MAX_NUM_BATCHED_TOKENS",
     "MAX_NUM_SEQS",
     "EngineMemory",
     "MemoryRequirements",
+    "batched_tokens",
     "divide_memory",
     "kv_cache_bytes",
     "kv_token_bytes",
@@ -33,13 +37,17 @@ __all__ = [
 GB = 1e9
 
 MAX_NUM_SEQS = 256  # texts that an engine serves at once, at most
+MAX_NUM_BATCHED_TOKENS = 4096  # tokens of one forward pass
 
 # vLLM's default. vLLM reserves this share of a GPU's total memory, and fails if less is free. The rest is for uses that
-# vLLM does not count: the context, communication, and the log-probabilities of prompts.
+# vLLM does not count: the context and communication.
 USABLE_SHARE = 0.92
 CONTEXT_BYTES = 1 << 30
 # Memory of an engine besides weights, keys and values: activations of a full batch, captured graphs.
 ACTIVATION_BYTES = 2 << 30
+# Bytes of each logit of a prompt whose log-probabilities are computed: the logit itself, and its log-softmax in
+# float32. vLLM does not count them either.
+LOGIT_BYTES = 8
 # The number of texts of TEXT_TOKENS tokens that an engine should serve at once. With fewer than MANY_TEXTS, decoding is
 # so much slower that swapping from host memory costs less; with fewer than FEW_TEXTS, even swapping from mapped files
 # costs less.
@@ -61,6 +69,7 @@ class MemoryRequirements:
     - `ranks`: the number of GPUs
     - `statistics`: the size of the statistics of source weights that merging caches, always in host memory
     - `recent`: the part of `statistics` that may be dropped and computed again, if there is less memory
+    - `logprobs`: the memory for the log-probabilities of all tokens of one pass over a prompt
     """
 
     bank: int
@@ -71,6 +80,15 @@ class MemoryRequirements:
     ranks: int = 1
     statistics: int = 0
     recent: int = 0
+    logprobs: int = 0
+
+    @property
+    def beside(self) -> int:
+        """Bytes on each GPU beside the engine's share and the source weights: for merging, or for log-probabilities.
+
+        No log-probabilities are computed during a merge, so the larger of both is enough.
+        """
+        return max(self.scratch, self.logprobs)
 
     def engine(self, num_texts: int) -> int:
         """Bytes on each GPU for an engine that processes `num_texts` texts at once, without the source weights."""
@@ -117,13 +135,15 @@ def divide_memory(
     Raises EngineUnavailable if the merged model does not fit into the GPU.
     """
     usable = usable_gpu_bytes(gpu_free, gpu_total)
-    if usable < needs.engine(1):
+    most = min(usable, gpu_free - CONTEXT_BYTES - needs.logprobs)  # for the engine, if tensors are merged on the CPU
+    if most < needs.engine(1):
+        needed = needs.engine(1) + CONTEXT_BYTES + needs.logprobs
         raise EngineUnavailable(
             f"the GPU has {gpu_total / GB:.1f} GB, of which {gpu_free / GB:.1f} GB are free; the engine needs "
-            f"{(needs.engine(1) + CONTEXT_BYTES) / GB:.1f} GB, {needs.weights / GB:.1f} GB of them for weights; "
+            f"{needed / GB:.1f} GB, {needs.weights / GB:.1f} GB of them for weights; "
             "free the GPU, use a larger one, or more of them (engine.tensor_parallel_size)"
         )
-    room = usable - needs.scratch
+    room = usable - needs.beside
     left = room - needs.bank
     copies = 1 if is_shared else processes
     spare = int(HOST_SHARE * host_free) - copies * needs.bank - processes * (needs.statistics - needs.recent)
@@ -141,7 +161,7 @@ def divide_memory(
         if is_shared and processes > 1:
             number = f"a copy that {processes} GPUs share, with statistics for each,"
         reason += f", and {number} would be more than half of the {host_free / GB:.1f} GB free on the host"
-    return EngineMemory(off_gpu, _share(max(room, min(usable, needs.engine(FEW_TEXTS))), gpu_total), reason, recent)
+    return EngineMemory(off_gpu, _share(max(room, min(most, needs.engine(FEW_TEXTS))), gpu_total), reason, recent)
 
 
 def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
@@ -182,7 +202,18 @@ def memory_requirements(
         ranks=ranks,
         statistics=statistics_bytes(sources),
         recent=recent_bytes(sources),
+        logprobs=min(max_length, MAX_NUM_BATCHED_TOKENS) * int(config.get("vocab_size") or 0) * LOGIT_BYTES,
     )
+
+
+def batched_tokens(max_length: int, *, is_cpu: bool) -> int:
+    """The largest number of tokens of one forward pass of an engine.
+
+    `max_length` is the number of tokens of the longest text. On a GPU, a text with more tokens than
+    MAX_NUM_BATCHED_TOKENS is read in several passes, because vLLM computes the log-probabilities of all tokens of a
+    pass at once: for 32,768 tokens and a vocabulary of 128,256 they would take 25 GB.
+    """
+    return max(MAX_NUM_BATCHED_TOKENS, max_length) if is_cpu else MAX_NUM_BATCHED_TOKENS
 
 
 def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
@@ -200,8 +231,8 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
     """Bytes that an engine on CPU reserves for its KV cache.
 
     `config` is the model's configuration, `max_length` is the number of tokens of the longest text, and `dtype` is the
-    engine's dtype. The result is enough for a full batch of texts of TEXT_TOKENS tokens, but at most 1 GiB. If one text
-    of `max_length` tokens needs more memory, the result is enough for this text.
+    engine's dtype. The result is what a full batch of texts of TEXT_TOKENS tokens needs, but at most 1 GiB. Only if one
+    text of `max_length` tokens needs more, the result is what this text needs.
     """
     per_token = kv_token_bytes(config, dtype)
     block = 128  # tokens, vLLM's default on CPU

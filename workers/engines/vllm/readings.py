@@ -1,9 +1,9 @@
 """Choice of the prompts that an engine must read to compute the log-probabilities of continuations.
 
-One prompt gives the log-probabilities of its last tokens, and of tokens that may follow it. The last row of logits of a
-prompt gives the log-probabilities of all tokens that may follow. Therefore all options of one token need a single
-prompt, which ends where the options begin. Each longer option needs one more prompt for its other tokens; the beginning
-of this prompt comes from the prefix cache.
+One prompt gives the log-probabilities of its own last tokens, and of every token that may follow it. Therefore
+continuations of one token that have a common context, such as the options of a multiple choice, need only one prompt:
+the context. Each longer continuation needs one more prompt for its other tokens; the beginning of this prompt comes
+from the prefix cache.
 
 This module does not depend on vLLM or models.
 """
@@ -83,8 +83,8 @@ class ReadingPlan:
     a reading has at most MAX_ROWS rows of logits.
 
     vLLM computes no logits for tokens that it finds in the prefix cache. Therefore the prompts are planned such that
-    none of the tokens whose logits are needed is in the cache. A needed token can still be in the cache if an earlier
-    request had the same text, or if a context begins with another context and tokens of that context's continuation.
+    none of the tokens whose logits are needed is in the cache. A needed token can still be in the cache, for example
+    after an earlier request with the same text; the engine then repeats the prompt without the cache.
     """
 
     def __init__(self, continuations: Sequence[Continuation], *, block: int) -> None:
@@ -120,10 +120,11 @@ class ReadingPlan:
         return [list(tokens(parts)) for parts in self._parts]
 
     def _read_whole(self, context: Tokens, tails: Sequence[Tail]) -> None:
-        """Plan a whole prompt for each continuation of `context`, without use of the prefix cache.
+        """Plan prompts that contain `context` and a continuation, for scoring without the prefix cache.
 
-        `tails` are the scored tokens of the continuations of `context`, each with the continuation's index. A prompt
-        ends before the continuation's last token. Continuations that differ only in this token share a prompt.
+        `tails` has, for each continuation of `context`, the index of the continuation and its scored tokens. A prompt
+        leaves out the last token of its continuation. Therefore continuations that differ only in this token share a
+        prompt.
         """
         by_stem: dict[Tokens, list[Tail]] = {}
         for index, tail in tails:
@@ -135,9 +136,9 @@ class ReadingPlan:
         """Plan prompts that give the log-probabilities of all tokens in `tails`; every tail follows `prompt`.
 
         A tail is (index of a continuation, its tokens that are not planned yet). The first planned prompt is `prompt`
-        itself. This prompt gives the log-probabilities of its own tokens from `start` on, and of the first token of
-        each tail. Each further prompt is `prompt` with tokens of one or several tails. A further prompt ends where
-        these tails differ, before the last token of a tail, or after MAX_ROWS tokens of the tails.
+        itself. It gives the log-probabilities of its own tokens from `start` on, and of the first token of each tail.
+        For longer tails, further prompts extend `prompt` by the tokens that some tails share, at most MAX_ROWS tokens
+        at a time.
         """
         rests: dict[int, list[Tail]] = {}
         for index, tail in tails:

@@ -31,6 +31,9 @@ __all__ = ["MergeExtension", "family_from_json", "family_to_json", "open_bank"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# A GPU whose memory was full merges again once it has this share of the room that it had when the engine had started.
+MOST_OF_ROOM = 0.9
+
 IN_WORDS = {
     Placement.MAPPED: "in mapped files",
     Placement.HOST: "in host memory",
@@ -117,10 +120,13 @@ class MergeExtension:
 
         `bank` has the source weights, and computes merges on the engine's device or on the CPU. `into` returns memory
         for computing a tensor. After a lack of memory, later merges are computed on the CPU as well, until the GPU
-        memory that was planned for merging is free again.
+        memory that was planned for merging, or most of the memory that the engine's start left, is free again.
         """
         bank = self._mergesearch_bank
-        if self._mergesearch_lack and _room(bank.device) >= self._mergesearch_scratch_bytes:
+        planned = self._mergesearch_scratch_bytes
+        if bank.room_bytes is not None:  # as the engine left it; on a small GPU this is less than was planned
+            planned = min(planned, int(MOST_OF_ROOM * bank.room_bytes))
+        if self._mergesearch_lack and _room(bank.device) >= planned:
             self._mergesearch_lack = ""
         if not self._mergesearch_lack:
             try:
@@ -280,10 +286,9 @@ def open_bank(
 ) -> Bank:
     """Open the source weights of a base model and its experts (a family); return the bank, the object that holds them.
 
-    `family` is the description of these models, as JSON in the form of the function `family_to_json`. A process has one
-    bank, for the family that was opened last. If this family is open already, its bank is returned. In a process that
-    has an engine, this is the engine's bank. In any other process, for example one that compares the engine with
-    transformers (canary), it is a bank of mapped files that merges on the CPU.
+    `family` describes these models, as JSON in the form of the function `family_to_json`. A process has one bank at a
+    time. If the family is open already, its bank is returned, and the other arguments are ignored. Otherwise the
+    previous bank is dropped, and a new one is made.
 
     `device` is the device that computes merges. The weights are kept in the first of `placements` that has enough
     memory for them; a GPU must also have `scratch_bytes` for merging a tensor. With `is_shared`, the bank is shared

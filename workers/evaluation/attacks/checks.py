@@ -18,9 +18,9 @@ def prepared_attack(option: AttackSpec, info: TaskInfo) -> PromptAttack:
     `option` is the description of the attack in the study file, and `info` has facts about the task.
 
     Raises:
-        InvalidTask: The task has no template that the attack can change, neither `option` nor the task names the
-            answers (labels) whose words must stay unchanged, or the fill-mask model or the sentence encoder does not
-            exist. The error has the field of `option` that is wrong.
+        InvalidTask: The task cannot be attacked. Possible reasons: it has no template that can be changed; the answers
+            (labels), whose words must stay unchanged, are not known; a model that the attack needs does not exist. The
+            error names the field of `option` that is wrong.
     """
     if not info.template:
         raise InvalidTask(

@@ -1,8 +1,8 @@
 """Search for the prompt template on which a model's metric is lowest, as in PromptBench.
 
 A search is a generator: it yields templates, and receives the model's metric with each of them. Therefore a search can
-be stopped at any template and repeated later with the same values. The search depends only on the template, the option
-`attack`, the seed, and the words that a fill-mask model proposes.
+be stopped at any template and repeated later with the same values. The search depends only on the template, the
+attack's options, the seed, and the words that a fill-mask model proposes.
 
 StressTest's sentences (Naik et al., 2018, "Stress Test Evaluation for Natural Language Inference") are tried one by
 one. The attacks on words are greedy. First, each word in turn is replaced by "[UNK]", and the loss of the metric is
@@ -54,9 +54,8 @@ class PromptAttack:
 class Attacked:
     """The result of an attack on one model: the template that it found, and the model's metric with it.
 
-    - `template`: the changed template with the lowest metric that the attack found. If no changed template has a lower
-      metric than the original template, an attack that appends sentences still gives the worst changed template, and
-      every other attack gives the original template.
+    - `template`: the changed template with the lowest metric that the attack found, or the original template if no
+      change of words lowered the metric
     - `value`: the metric with `template`
     - `num_queries`: the number of changed templates that were scored
     - `is_cut`: whether the limit `max_queries` ended the attack
@@ -96,8 +95,8 @@ def search(
 
     A template is the text from which a task's prompts are made. The result is a generator that does not call the model
     itself: it yields templates, expects the caller to send the model's metric with each of them, and returns the
-    template that it has found. The search ends when no template can be worse, or `attack.option.max_queries` templates
-    were scored.
+    template that it has found. The search ends when all changes were tried, or earlier: when the metric is `lowest`, or
+    `attack.option.max_queries` templates were scored.
 
     Args:
         attack: The task's template, and the options of the attack.

@@ -1,4 +1,4 @@
-"""Fused merge kernels: of most methods for the CPU (Numba), of the methods that searches use most for CUDA (Triton).
+"""Fused merge kernels: most methods have one for the CPU (Numba), and the methods used most have one for CUDA (Triton).
 
 On the same kind of device, they give the same bits as the plain methods of `workers.merging.methods`. A kernel needs
 one pass over the sources in their stored dtype, or two if coefficients depend on the elements that a method drops. The
@@ -75,7 +75,7 @@ def is_fused(merge: Merge, stored: Operands, dtype: torch.dtype) -> bool:
 
 
 def can_fuse(dtypes: Iterable[torch.dtype], num_elements: int) -> bool:
-    """Whether kernels can read and write tensors of all of `dtypes` with `num_elements` elements."""
+    """Whether kernels can read and write tensors with `num_elements` elements in each of the dtypes `dtypes`."""
     return 0 < num_elements <= MAX_ELEMENTS and all(dtype in DTYPES for dtype in dtypes)
 
 
@@ -124,12 +124,11 @@ def merge_shard(
 
 
 def for_each(function: Callable[[T], None], items: Sequence[tuple[int, T]], device: torch.device) -> None:
-    """Call `function` for each of several merged tensors: in parallel on a CPU, and in any order.
+    """Call `function` for each of several merged tensors, in any order, and on a CPU in several threads.
 
-    `items` are pairs (number of elements of the tensor, item); `function` gets only the item. If `device` is a CPU,
-    several threads each process one item at a time. Two kinds of items are processed one after another instead. The
-    largest items use all threads each. For the smallest items, waiting for Python's interpreter lock would take longer
-    than their work.
+    `items` are pairs (number of elements of the tensor, item); `function` gets only the item. On a CPU, each thread
+    processes one item at a time. Items are processed one after another if their tensors are so large that each can use
+    all threads, or so small that threads would save no time.
     """
     if device.type != "cpu":
         for _, item in items:

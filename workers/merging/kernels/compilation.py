@@ -55,7 +55,7 @@ SOURCES = (
 
 
 def compiled(function: F) -> F:
-    """Decorator that compiles a function with Numba at its first call with arguments of given types.
+    """Decorator that compiles a function with Numba, at the first call with each combination of argument types.
 
     The compiled code is kept on disk if a directory for it is writable. The function runs without Python's interpreter
     lock. The results have the same bits as the same operations in torch: the compiler neither changes the order of sums

@@ -130,9 +130,9 @@ def _ties_of(
     TIES keeps the elements of each source's task vector that are at a threshold or above; `sparse` has two bounds of
     each threshold. The first pass collects the elements between the bounds, which are not decided yet. The exact
     thresholds are found among these elements, and the second pass computes the merge of these elements with the exact
-    thresholds. For a shard, the bounds must be the exact thresholds, and there is only the first pass. `xs` are the
-    sources, and `base` is the base. `lambda_` multiplies the merged task vector, which is then added to the base.
-    `places` says where the computed elements are in the whole tensor.
+    thresholds. For a shard there is only the first pass, and the bounds must be equal, so that no element is undecided.
+    `xs` are the sources, and `base` is the base. `lambda_` multiplies the merged task vector, which is then added to
+    the base. `places` says where the computed elements are in the whole tensor.
     """
     lambdas, thresholds = _floats([lambda_], out), _thresholds(sparse, out)
     assert not places.is_shard or (sparse.lows, sparse.low_marks) == (sparse.highs, sparse.high_marks), "not exact"
@@ -159,7 +159,7 @@ def _ties_of(
 
 @triton.jit
 def _element(p, first, run, stride, SHARD: tl.constexpr):  # type: ignore[no-untyped-def]
-    """The index in the whole tensor of the element at the position `p` of the result (`_Places`)."""
+    """Convert the position `p` of an element in the result to its index in the whole tensor (class `_Places`)."""
     return first + p // run * stride + p % run if SHARD else p
 
 

@@ -1,7 +1,7 @@
 """Compiled functions on single elements: loading as float32, common operations, and rounding to the stored dtype.
 
-The function `arguments.as_array` defines the words in which bfloat16 and float16 are stored. Infinity and NaN come only
-from arithmetic, because the bank refuses sources that contain them.
+The function `arguments.as_array` defines the words in which bfloat16 and float16 are stored. Stored elements are always
+finite, because the bank (module `workers.merging.bank`) refuses sources with infinity or NaN.
 """
 
 from __future__ import annotations
@@ -292,12 +292,11 @@ def marked(i: Any, factor: Any) -> Any:
 
 @numba.njit(**IN_PLACE)
 def turned_mark(i: Any, factor: Any) -> Any:
-    """The tie-breaking mark of element i as a signed number, so that AVX2 can compare marks.
+    """The tie-breaking mark of element i as a signed number, because AVX2 compares only signed numbers.
 
     A mark is an unsigned number that orders elements of equal magnitude: a hash of i, multiplied by `factor`, an odd
-    number that differs between tensors. AVX2 compares only signed numbers. Therefore the result is the mark with its
-    top bit flipped: read as signed numbers, such results have the order of the marks. Because `factor` is odd, the bit
-    of the hash can be flipped before the multiplication, once for all sources.
+    number that differs between tensors. The result is the mark with its top bit flipped; as signed numbers, such
+    results have the order of the marks.
     """
     return I32(U32(U32(hashed(i, U32(0), U32(0)) ^ TOP) * factor))
 

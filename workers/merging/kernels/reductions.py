@@ -1,7 +1,7 @@
 """CPU reductions over tensors in one pass (sums, counts, checksums), for methods whose coefficients need them.
 
-Sums are in float64 and in the order of the function `methods.arithmetic.total`, bit for bit, with any number of
-threads: each thread starts at the beginning of a block, and compiled functions write a sum for each block.
+Sums are in float64, in the order of the function `methods.arithmetic.total`, and so have the same bits. The number of
+threads changes no bit, because each block of elements has a sum of its own.
 """
 
 from __future__ import annotations
@@ -87,7 +87,7 @@ def variable_squares(
 
     Returns three values:
 
-    - the comparison by which a kernel decides whether an element is included
+    - how a kernel has to compare elements with the threshold: by variance alone, or by variance and tie-breaking mark
     - the exact threshold
     - for each source, the sum of the squares of the included elements of its task vector
     """

@@ -114,19 +114,21 @@ class Between(NamedTuple):
     """Sparsification that keeps the elements of each task vector with magnitudes between two thresholds, inclusively.
 
     A sparsification is the part of a kernel's rule that says which elements of a task vector are kept. Each source has
-    a lower and an upper threshold; the fields of the upper threshold begin with `top_`. A threshold is a magnitude with
-    a tie-breaking mark, a number that orders elements of equal magnitude.
+    a lower and an upper threshold. A threshold is a magnitude with a tie-breaking mark, a number that orders elements
+    of equal magnitude.
 
-    The exact threshold may be unknown. The rule then has two bounds, and the threshold is the magnitude and mark of one
-    of the elements strictly between the bounds. If the two bounds are equal, they are the threshold.
+    Each threshold is stated by two bounds. If the bounds are equal, they are the threshold. Otherwise the threshold is
+    the magnitude and mark of one of the elements strictly between them. These fields describe the lower threshold;
+    those for the upper threshold begin with `top_`:
 
-    - `by`: how elements are compared with the lower threshold: by magnitude and mark (class `ByMark`) or by magnitude
-      alone (class `ByMagnitude`)
-    - `lows`, `low_marks`: for each source, the magnitude and mark of the threshold's lower bound
-    - `highs`, `high_marks`: for each source, the magnitude and mark of the threshold's upper bound
-    - `ranks`: for each source, the place of the threshold's element among the elements between the bounds, in ascending
-      order and counted from 0
-    - `factors`: for each source, the number from which the marks of elements are computed
+    - `by`: how elements are compared with the threshold: by magnitude and mark (class `ByMark`) or by magnitude alone
+      (class `ByMagnitude`)
+    - `lows`, `low_marks`: for each source, the magnitude and mark of the lower bound
+    - `highs`, `high_marks`: for each source, the magnitude and mark of the upper bound
+    - `ranks`: for each source, the index of the threshold's element, if the elements between the bounds are sorted in
+      ascending order
+
+    For both thresholds, `factors` has for each source the number from which the marks of elements are computed.
     """
 
     by: Comparison
@@ -334,11 +336,12 @@ class Variable(NamedTuple):
 class VariableElection(NamedTuple):
     """Rule for a merge kernel of SCE as in mergekit: a weighted mean of task vectors at the most variable elements.
 
-    The rule differs from the rule `Variable` at sums of zero and for small weights. The rule is computed for each
-    element. If the variance of the element between the task vectors is below a threshold, the result is the base.
-    Otherwise the result is the base plus the mean, with the weights `weights`, of the task vectors that have the
-    elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if this sum is zero. The
-    divisor of the mean is the sum of the weights of the task vectors that have the elected sign, but at least `least`.
+    The rule is computed for each element. If the variance of the element between the task vectors is below a threshold,
+    the result is the base. Otherwise the result is the base plus the mean, with the weights `weights`, of the task
+    vectors that have the elected sign. The elected sign is the sign of the sum of all task vectors; it is positive if
+    this sum is zero (in the rule `Variable`, the result is then the base). The divisor of the mean is the sum of the
+    weights of the task vectors that have the elected sign, but at least `least` (in the rule `Variable`, it has no such
+    limit).
 
     The threshold consists of the variance `threshold` and `mark`, a number that orders elements of equal variance; the
     marks of elements are computed from `factor`. `by` says whether elements are compared with the threshold by variance

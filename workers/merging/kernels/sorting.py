@@ -64,7 +64,7 @@ def ascending_magnitudes(
 def ascending_variances(
     sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int
 ) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-    """Yield the variances of elements between task vectors in ascending order, in pieces, with marks that break ties.
+    """Yield the variance of each element across task vectors in ascending order, in pieces, with marks that break ties.
 
     Task vectors are the differences of `sources` from `base`, on CPU. A piece is a pair of arrays (variances in
     float32, marks in uint32), valid until the next piece is taken. Equal variances are in the order of their marks. The
@@ -108,7 +108,7 @@ def selected_magnitudes(source: torch.Tensor, base: torch.Tensor, factor: int) -
 
 
 def selected_variances(sources: Sequence[torch.Tensor], base: torch.Tensor, factor: int) -> Selection:
-    """Make an object that finds the n-th largest of the variances of elements between task vectors, for any n.
+    """Make an object that finds the n-th largest of the elements' variances across task vectors, for any n.
 
     Task vectors are the differences of `sources` from `base`, on CPU. The n-th largest variance is the threshold of the
     merge method SCE, which keeps the n elements that vary most. The object finds it without sorting, by passes over all
@@ -304,9 +304,9 @@ def _digit_counts(numbers: Any, prefix: Any, shift: Any, start: int, stop: int) 
     """Count the elements whose sort keys begin with the bits `prefix`, by the digit that follows the prefix.
 
     `numbers` computes the number by which each element is sorted, such as its magnitude. A sort key ("word") has 64
-    bits: this number, then the element's tie-breaking mark. A counted key consists of the prefix, a digit of LOWER
-    bits, and `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count for each
-    value of the digit.
+    bits: this number, then the element's tie-breaking mark. A counted key consists of the prefix, a digit of LOWER bits
+    (a constant), and `shift` further bits. Only the elements from `start` to `stop` - 1 are counted. Returns a count
+    for each value of the digit.
     """
     counts, mask = np.zeros(1 << LOWER, np.int64), U64((1 << LOWER) - 1)
     above = shift + U64(LOWER)

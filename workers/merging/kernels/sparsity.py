@@ -68,8 +68,8 @@ def _passes_threshold(by: Any, size: Any, s: Any, i: Any, factor: Any, low: Any,
 def kept(sparse: Any, tau: Any, s: Any, i: Any) -> Any:
     """The value of element i of the task vector of source s after the sparsification `sparse`.
 
-    `tau` is the element's value before. `sparse` is the rule that decides which elements are dropped. The result is 0
-    if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
+    `tau` is the element's value before the sparsification. `sparse` is the rule that decides which elements are
+    dropped. The result is 0 if the element is dropped, else `tau`, possibly rescaled. Callable only in compiled code.
     """
     raise NotImplementedError("only in compiled code")
 

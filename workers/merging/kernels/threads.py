@@ -44,10 +44,10 @@ def run(kernel: Callable[..., Any], calls: Sequence[tuple[Any, ...]]) -> list[An
 
 
 def each_in_one_thread(function: Callable[[T], None], items: Sequence[T]) -> None:
-    """Call `function` for each of `items`, in several threads; each call must use only its own thread.
+    """Call `function` for each of `items`, in as many threads as torch uses; each call runs in a single thread.
 
-    There are as many threads as torch uses. The function is for many small tensors: using a second thread for one
-    tensor would take as long as merging the tensor.
+    Kernels that `function` calls do not use further threads. This is for many small tensors, because dividing a small
+    tensor among threads would take as long as merging it.
     """
     queue = iter(items)  # an iterator of a sequence: `next` is atomic under the interpreter lock
 

@@ -135,9 +135,9 @@ def variance_threshold(
 
     The variance of an element is computed over its values in the task vectors, the differences of `xs` from `base`. The
     threshold is a variance and a mark. Marks break ties between elements of equal variance; they are hashes of the
-    elements' indices, computed by `order`. `trim` has the two bounds. `positions` are the indices of all elements
-    strictly between the bounds. If variances were compared without marks (`trim.magnitudes`), `positions` also has all
-    elements with the threshold's variance.
+    elements' indices, computed by `order`. `trim` has the two bounds. `positions` are the indices of the undecided
+    elements: all elements strictly between the bounds and, if variances were compared without marks, all elements with
+    the threshold's variance.
 
     Returns the threshold, and whether every element of `positions` with the threshold's variance reaches the threshold.
     If all these elements reach the threshold, later comparisons need no marks.

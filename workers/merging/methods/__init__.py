@@ -14,7 +14,7 @@ modules.
 - `fusions`: fusions of two models, element by element
 - `spherical`: means on a sphere of several models
 - `task_vectors`: sums of task vectors, sparsified or with elected signs
-- `trimming`: task vectors without their smallest elements, or without both ends
+- `trimming`: task vectors without their smallest elements, or without their smallest and largest elements
 - `competition`: task vectors that compete for each element
 - `arithmetic`: weighted sums, inner products, angles and ranks
 - `scalars`: arithmetic on coefficients, with a gradient if they are tensors

@@ -1,7 +1,7 @@
 """Building blocks of the merge methods in PyTorch: weighted sums, and reductions independent of the thread count.
 
-The module `workers.merging.kernels.reductions` computes the same reductions faster, bit for bit, because it adds in the
-order that BLOCK and PARTS define.
+The constants BLOCK and PARTS define the order in which elements are added. The module
+`workers.merging.kernels.reductions` adds in the same order, so that its faster reductions give the same bits.
 """
 
 from __future__ import annotations

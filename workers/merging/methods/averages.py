@@ -118,7 +118,8 @@ def slerp(tensors: Sequence[torch.Tensor], *, t: float, cos: float | None = None
 def slerp_weights(t: float, cos: float) -> tuple[float, float]:
     """Factors by which the function `slerp` (spherical interpolation) multiplies its two tensors before the sum.
 
-    `t` is the place between the first tensor (0) and the second (1), and `cos` is the cosine of the angle between them.
+    `t` is the share of the second tensor, from 0 (only the first tensor) to 1 (only the second), and `cos` is the
+    cosine of the angle between them.
     """
     return _circle_weights(t, cos, COLLINEAR)
 
@@ -130,8 +131,7 @@ def nuslerp(tensors: Sequence[torch.Tensor], *, weights: Sequence[float], cos: f
     w_1 and w_2 are the weights; if they sum to zero, both tensors have equal shares. omega is the angle between the
     whole tensors. `cos` is the precomputed cosine of omega; None computes it. Unlike in the method `slerp`, the
     interpolation is spherical up to |cos omega| = 1 - 1e-7, and linear above. At this limit, the two interpolations of
-    nearly equal tensors agree in float32. For nearly opposite tensors, the great circle would be determined by rounding
-    errors.
+    nearly equal tensors agree in float32.
     """
     first, second = tensors
     return weighted_sum(tensors, nuslerp_weights(weights, cosine(first, second) if cos is None else cos))
@@ -166,11 +166,12 @@ def nuslerp_rows(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -
 
 @merges("nuslerp_columns", peak=Peak(0, 25, more_on_gpu=16))
 def nuslerp_columns(tensors: Sequence[torch.Tensor], *, weights: Sequence[float]) -> torch.Tensor:
-    """Spherical interpolation of two tensors, separately for each of their vectors along the first dimension.
+    """Spherical interpolation of two tensors, each column by its own angle.
 
-    Each pair of vectors is interpolated by the angle between them. The method `nuslerp_rows` does the same along the
-    last dimension. In mergekit, this method is NuSLERP with `nuslerp_flatten: false` and `nuslerp_row_wise: true`.
-    `weights` are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
+    A column is a vector along the first dimension. The method `nuslerp_rows` does the same for vectors along the last
+    dimension. In mergekit, which calls columns rows, this method is NuSLERP with `nuslerp_flatten: false` and
+    `nuslerp_row_wise: true`. `weights`
+    are the weights w_1 and w_2 of the tensors. The second tensor has the share w_2 / (w_1 + w_2).
     """
     turned = nuslerp_rows([tensor.transpose(0, -1) for tensor in tensors], weights=weights)
     return turned.transpose(0, -1).contiguous()
@@ -212,7 +213,7 @@ def nuslerp_rows_task_vectors(
 def nuslerp_columns_task_vectors(
     tensors: Sequence[torch.Tensor], base: torch.Tensor, *, weights: Sequence[float]
 ) -> torch.Tensor:
-    """The base plus the spherical interpolation of two task vectors along the first dimension (`nuslerp_columns`).
+    """The base plus the spherical interpolation of two task vectors column by column (`nuslerp_columns`).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. `weights` are the weights
     w_1 and w_2 of the two task vectors; in the interpolation, the second task vector has the share w_2 / (w_1 + w_2).
@@ -234,11 +235,12 @@ def model_stock(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The factor is t = N cos /
     (1 + (N - 1) cos), with N the number of models and cos the mean cosine between the task vectors of this tensor. A
-    task vector of norm at most 1e-8 counts as orthogonal to the other task vectors. If the denominator is zero, the
-    result is the base. If the denominator is near zero, the magnitude of t is large. If t is below -N or above 1,
-    InvalidRecipe is raised or, with `unbounded`, a warning is logged. The message names the tensor by `name`. The lower
-    bound is -N because, for models at equal distances from the base, the result with t = -N is as far from the base as
-    the models are. `products` are the precomputed inner products of the task vectors; None computes them.
+    task vector of norm at most 1e-8 counts as orthogonal to the other task vectors. `products` are the precomputed
+    inner products of the task vectors; None computes them.
+
+    If the denominator of t is zero, the result is the base. If t is below -N or above 1, InvalidRecipe is raised or,
+    with `unbounded`, a warning is logged. The message names the tensor by `name`. The lower bound is -N because, for
+    models at equal distances from the base, the result with t = -N is as far from the base as the models are.
     """
     taus = [tensor - base for tensor in tensors]
     weights = model_stock_weights(products or inner_products(taus), unbounded=unbounded, name=name)

@@ -91,12 +91,12 @@ def sce_mergekit(
     variances: Ranked | None = None,
     order: TieOrder = ANY_ORDER,
 ) -> torch.Tensor:
-    """SCE as mergekit computes it; unlike the method `sce` where task vectors sum to zero, and for small weights.
+    """SCE as mergekit computes it, which differs from the method `sce` in three special cases.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. As in the method `sce`, a
     share `select_topk` of the elements is selected: the elements that vary most between the task vectors. The weight of
     a model is the mean square of its selected elements, and elements whose sign differs from the sign of the sum of the
-    task vectors are erased. The differences from the method `sce` are these:
+    task vectors are erased. The three differences from the method `sce` are:
 
     - Weights are equal if the mean squares sum to less than 1e-6.
     - Where the sum of the task vectors is zero, the positive sign is elected.
@@ -265,6 +265,7 @@ def consensus_ties(
     tau, follows from equations 6 to 8 of "Automated Model Merging", with the share k of elements kept and without
     lambda. An element matters to model t if |tau_t| >= mask_lambda_t |tau - tau_t|, with tau_t the task vector of the
     model. The elements that matter to at least `agreement` models are multiplied by lambda and added to the base.
+
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
     between elements of equal magnitude.

@@ -1,7 +1,7 @@
 """Memory that a merge method's PyTorch function takes while it computes, in addition to its operands.
 
-Numbers are as PyTorch's allocator reports them, per element of the merged tensor, for every choice of coefficients. The
-numbers were measured on CPU, and compared with a GPU (`tests/gpu`).
+The numbers are bytes per element of the merged tensor, as PyTorch's allocator reports them. They are upper limits for
+every choice of coefficients, measured on CPU and compared with a GPU (`tests/gpu`).
 """
 
 from __future__ import annotations

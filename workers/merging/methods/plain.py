@@ -1,4 +1,4 @@
-"""Table that maps the names of merge methods to PyTorch functions, and the arguments of these functions.
+"""Table of merge methods: the PyTorch function for each method's name.
 
 A function receives the tensors, the base if its method needs one, and the coefficients, keyed by name. The name of a
 coefficient with a number for each source is in the plural, such as `lambdas`; `lambda_` is one number for all sources.

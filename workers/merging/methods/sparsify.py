@@ -88,7 +88,7 @@ class CutRanks:
 
     @property
     def is_empty(self) -> bool:
-        """Whether all elements of the task vector are dropped; the rank `smallest` is then below the rank `largest`."""
+        """Whether no element of the task vector is kept."""
         return self.smallest < self.largest
 
 
@@ -140,17 +140,17 @@ def magnitude_sampled(
 ) -> torch.Tensor:
     """MagPrune (DELLA, arXiv:2406.11617): keep random elements, larger elements of a row with higher probability.
 
-    `tau` is the task vector. The probability of keeping an element is from density - epsilon to density + epsilon, in
-    steps by the rank of its magnitude in its row. A tensor with fewer than two dimensions is one row. `key` is the key
-    of the random mask. With `rescale`, elements that are kept are divided by their probability. `order` is the rule
-    that breaks ties between equal magnitudes; in recipes of format 1, the earlier of two equal elements counts as the
-    smaller element. `ranks` are the precomputed ranks of magnitudes in their rows, where 0 is the smallest; None
-    computes them.
+    `tau` is the task vector. The probability of keeping an element grows with the rank of its magnitude in its row, in
+    equal steps from density - epsilon to density + epsilon. A tensor with fewer than two dimensions is one row. With
+    `rescale`, elements that are kept are divided by their probability.
 
-    The paper's epsilon is twice the argument `epsilon`. The paper's drop probability is p_min + epsilon r / n, where
-    rank r is 0 for the largest element. Therefore the smallest element is kept with a probability one step above
-    density - epsilon. With `is_symmetric` the divisor is n - 1, as in mergekit, and this probability is density -
-    epsilon.
+    `key` is the key of the random mask. `order` is the rule that breaks ties between equal magnitudes; in recipes of
+    format 1, the earlier of two equal elements counts as the smaller element. `ranks` are the precomputed ranks of
+    magnitudes in their rows, where 0 is the smallest; None computes them.
+
+    The paper's epsilon is twice the argument `epsilon`. In a row of n elements, the paper's step is 2 epsilon / n: the
+    largest element is kept with probability density + epsilon, and the smallest with one step more than density -
+    epsilon. With `is_symmetric` the step is 2 epsilon / (n - 1), as in mergekit, so that both ends are reached.
     """
     ranks = _sorted_ranks(tau, order) if ranks is None else ranks
     origin, start, step = probability_by_rank(row_width(tau), density, epsilon, is_symmetric=is_symmetric)
@@ -173,10 +173,9 @@ def row_width(tensor: torch.Tensor) -> int:
 def probability_by_rank(width: int, density: float, epsilon: float, *, is_symmetric: bool) -> tuple[int, float, float]:
     """The parameters of MagPrune's rule for the probability of keeping an element, in a row of `width` elements.
 
-    The parameters are (origin, start, step). An element is kept with the probability start + |rank - origin| step,
-    where its rank is its place in the row in ascending order of magnitude, from 0. Probabilities are from density -
-    epsilon to density + epsilon. With `is_symmetric` both ends are reached; without `is_symmetric` only the upper end
-    is reached.
+    The parameters are (origin, start, step). An element is kept with the probability start + |rank - origin| step.
+    Ranks are counted in the row from 0, the smallest magnitude. Probabilities are from density - epsilon to density +
+    epsilon. With `is_symmetric` both ends are reached; without `is_symmetric` only the upper end is reached.
     """
     if not is_symmetric:
         return width - 1, density + epsilon, -2 * epsilon / width
@@ -199,17 +198,16 @@ def _sorted_ranks(tau: torch.Tensor, order: TieOrder) -> torch.Tensor:
 def match_l1_norm(sparse: torch.Tensor, tau: torch.Tensor, norm: float | None = None) -> torch.Tensor:
     """Scale a sparse task vector to the L1 norm of the whole task vector `tau`, as in mergekit.
 
-    `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed sum of magnitudes of `tau`; None
-    computes it. The sparse task vector is returned unchanged if its sum of magnitudes, or the sum of magnitudes of
-    `tau`, is below 1e-7.
+    `sparse` is `tau` after some elements were set to zero. `norm` is the precomputed L1 norm of `tau`; None computes
+    it. The sparse task vector is returned unchanged if its L1 norm or that of `tau` is below 1e-7.
     """
     return sparse * l1_ratio(total(torch.abs, tau) if norm is None else norm, total(torch.abs, sparse))
 
 
 def l1_ratio(before: float, after: float) -> float:
-    """Factor that restores the sum of magnitudes of a task vector after elements were dropped.
+    """Factor that restores the L1 norm of a task vector after elements were dropped.
 
-    `before` is the sum of magnitudes of the whole task vector. `after` is the sum of magnitudes after elements were
-    dropped. The factor is `before` / `after`, or 1 if one of the two sums is below 1e-7.
+    `before` is the L1 norm of the whole task vector, and `after` is the L1 norm after elements were dropped. The factor
+    is `before` / `after`, or 1 if one of the two norms is below 1e-7.
     """
     return 1.0 if min(before, after) < NO_NORM else before / after

@@ -1,6 +1,6 @@
 """Spherical means of several models: Multi-SLERP and the Karcher mean.
 
-Both are weighted sums of the models, whose weights follow from inner products alone.
+Both are weighted sums of the models. The factors of the models follow from the inner products of the models alone.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ def multislerp(
     """Barycentric interpolation on the hypersphere (mergekit's Multi-SLERP, goddard.blog/posts/multislerp).
 
     theta_t are the tensors, and w_t are their weights divided by the sum of the weights. u_t = theta_t / |theta_t| are
-    the directions, and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The tangent vectors v = sum_t w_t (u_t -
-    <u_t, m> m) at m give (m cos |v| + v sin |v| / |v|) * sum_t w_t |theta_t|. As sum_t w_t u_t has the direction of m,
-    v is zero except for rounding, and the result is m * sum_t w_t |theta_t|.
+    the directions, and m = sum_t w_t u_t / |sum_t w_t u_t| is their mean. The result is m * sum_t w_t |theta_t|, the
+    mean direction times the mean norm. mergekit also rotates m by the mean tangent vector v = sum_t w_t (u_t - <u_t, m>
+    m). This step is left out here, because v is zero except for rounding: sum_t w_t u_t has the direction of m.
 
-    The weighted mean direction vanishes if it is shorter than 1e-7 or `eps`. Two tensors are then interpolated
+    If sum_t w_t u_t is shorter than 1e-7 or `eps`, there is no mean direction. Two tensors are then interpolated
     linearly; for more tensors InvalidRecipe is raised. `eps` is also added to the norms, as in mergekit. A single
     tensor is returned unchanged. `products` are the precomputed inner products of the tensors; None computes them.
     """

@@ -80,10 +80,11 @@ def ties(
     equations 6 to 9 of "Automated Model Merging". Trimming keeps the `num_kept(k, n)` largest magnitudes of the n
     elements of a tensor. The elected sign of an element is the sign of the unweighted sum of the trimmed task vectors.
     Where this sum is zero there is no elected sign, and the result is the base. Elsewhere the result is the base plus
-    lambda times the mean of the trimmed task vectors that have the elected sign. `magnitudes` has, for each model, a
-    precomputed table of its task vector's magnitudes, from which trimming takes its threshold; None computes the
-    threshold without a table. `orders` has, for each model, the rule that breaks ties between elements of equal
-    magnitude.
+    lambda times the mean of the trimmed task vectors that have the elected sign.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_mean(taus).mul_(lambda_).add_(base)  # eq. 9
@@ -106,10 +107,11 @@ def ties_majority(
     sign of `majority`; by default it is the sign elected for most elements of the tensor. Where the trimmed task
     vectors sum to zero, the task vectors that have the majority sign are averaged. The method is TIES as the program
     MergeLM computes it; "Automated Model Merging" and M3 (Mixup Model Merge) also use this form. k is the share of
-    elements that trimming keeps. The merged task vector is multiplied by lambda and added to the base. `magnitudes`
-    has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its threshold;
-    None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties between
-    elements of equal magnitude.
+    elements that trimming keeps. The merged task vector is multiplied by lambda and added to the base.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_majority_mean(taus, majority).mul_(lambda_).add_(base)
@@ -127,12 +129,14 @@ def ties_sum(
 ) -> torch.Tensor:
     """TIES-Merging (`ties`) in which the task vectors that have the elected sign are summed, not averaged.
 
-    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. For each element, the
-    elected sign is the sign of the sum of the trimmed task vectors. This method is TIES with the option "sum" in the
-    code of the benchmark MergeBench. k is the share of elements that trimming keeps; the merged task vector is
-    multiplied by lambda and added to the base. `magnitudes` has, for each model, a precomputed table of its task
-    vector's magnitudes, from which trimming takes its threshold; None computes the threshold without a table. `orders`
-    has, for each model, the rule that breaks ties between elements of equal magnitude.
+    `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. k is the share of elements
+    that trimming keeps. For each element, the elected sign is the sign of the sum of the trimmed task vectors. The sum
+    of those that have the elected sign is multiplied by lambda and added to the base. This method is TIES with the
+    option "sum" in the code of the benchmark MergeBench.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, [k] * len(tensors), magnitudes, orders)
     return consensus.disjoint_sum(taus).mul_(lambda_).add_(base)
@@ -158,10 +162,12 @@ def ties_weighted(
     sign is the sign of the weighted sum of the trimmed task vectors, or positive where this sum is zero. Only task
     vectors that have the elected sign are added. With `normalize`, the weighted sum of the task vectors that have the
     elected sign is divided by the sum of the weights of these task vectors. The merged task vector is multiplied by
-    lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the sum of magnitudes that they had
-    before trimming. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which
-    trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the rule
-    that breaks ties between elements of equal magnitude.
+    lambda and added to the base. With `rescale`, trimmed task vectors are scaled to the L1 norm that they had before
+    trimming.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)
@@ -186,9 +192,11 @@ def ties_peft(
     have a number for each model; a density is the share of elements that trimming keeps. For each element, the elected
     sign is the sign of the sum of the trimmed task vectors, or positive where this sum is zero. The weighted sum of the
     trimmed task vectors that have the elected sign is divided by the number of these task vectors, and added to the
-    base. The evolutionary merge search GENOME uses this form of TIES. `magnitudes` has, for each model, a precomputed
-    table of its task vector's magnitudes, from which trimming takes its threshold; None computes the threshold without
-    a table. `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    base. The evolutionary merge search GENOME uses this form of TIES.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
+    threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
+    between elements of equal magnitude.
     """
     taus = trimmed_task_vectors(tensors, base, densities, magnitudes, orders)
     return consensus.disjoint_weighted_mean(taus, weights).add_(base)
@@ -238,19 +246,16 @@ def m3_ties_majority(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """TIES-Merging with interpolation as in the code of Mixup Model Merge (M3), where the majority sign decides ties.
+    """TIES-Merging with an interpolation in place of the mean, as in the code of Mixup Model Merge (M3, appendix H).
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. Trimming keeps the share k
     of each task vector's elements. The elected sign of an element is the sign of the sum of the trimmed task vectors.
-    Where this sum is zero, the elected sign is the sign of `majority`; by default `majority` has the sign elected for
-    most elements of the tensor. Only elements that have the elected sign are merged. The result is multiplied by lambda
-    and added to the base. The method is described in M3's appendix H.
+    Where this sum is zero, the elected sign is the sign of `majority`; by default it is the sign elected for most
+    elements of the tensor. The function `consensus.disjoint_majority_interpolation` interpolates the task vectors that
+    have the elected sign. The result is multiplied by lambda and added to the base.
 
-    The authors' code merges two models with weights w and 1 - w. In this code, an element that both models keep is
-    interpolated, and an element that a single model keeps is used without a weight. With more models, the shares of the
-    models that do not keep an element are divided equally among the models that keep it. For two models the result
-    equals the result of the authors' code. The result is continuous in the weights, and for equal weights it is the
-    result of the function `ties_majority`.
+    The authors' code merges only two models, and gives the same result for them. With equal weights, the result is that
+    of the function `ties_majority`.
 
     `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which trimming takes its
     threshold; None computes the threshold without a table. `orders` has, for each model, the rule that breaks ties
@@ -274,17 +279,17 @@ def m3_dare_ties(
     orders: Orders = None,
     majority: int | None = None,
 ) -> torch.Tensor:
-    """DARE, then TIES with Mixup Model Merge's interpolation (M3, table 7), in the order of the authors' code.
+    """DARE, and after it TIES with the interpolation of Mixup Model Merge (M3, table 7), as in the authors' code.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. A random mask keeps the
     share density_t of the elements of task vector t. The kept elements are divided by density_t, and the other elements
     are set to zero. `keys` has the mask's key for each model. Then the function `m3_ties_majority` trims the task
-    vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority` (a
-    number whose sign is elected where the trimmed task vectors sum to zero; None is the sign elected for most
-    elements). k is a share of all elements, including the elements that DARE has set to zero. With equal weights the
-    result is the same as by DARE with TIES in MergeLM. `magnitudes` has, for each model, a precomputed table of the
-    magnitudes of its task vector after the mask, from which trimming takes its threshold; None computes the threshold
-    without a table.
+    vectors, elects signs and interpolates, with the arguments `weights`, `lambda_`, `k`, `orders` and `majority`, whose
+    meaning is described there. k is a share of all elements, including the elements that DARE has set to zero. With
+    equal weights the result is the same as by DARE with TIES in MergeLM.
+
+    `magnitudes` has, for each model, a precomputed table of the magnitudes of its task vector after the mask, from
+    which trimming takes its threshold; None computes the threshold without a table.
     """
     taus = [
         trimmed(masked, k, order, known)
@@ -337,8 +342,8 @@ def dare_linear_l1(
     plus sum_t lambda_t m_t tau_t, with tau_t the task vector of model t. m_t is a random mask that keeps the share
     density_t of the elements. `lambdas`, `densities` and `keys` (the masks' keys) have a value for each model. Unlike
     in the method `dare_linear`, kept elements are not divided by the density. If `rescale` is true, the kept elements
-    are scaled to the sum of magnitudes of the whole task vector. `norms` has, for each model, the precomputed sum of
-    magnitudes of its task vector; None computes the sums.
+    are scaled to the L1 norm of the whole task vector. `norms` has, for each model, the precomputed L1 norm of its task
+    vector; None computes the norms.
     """
     merged = base.clone()
     given = zip(densities, keys, _each(norms, tensors), strict=True)
@@ -384,10 +389,10 @@ def dare_ties_l1(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. DARE keeps elements of
     each task vector at random. `densities` has, for each model, the share that is kept, and `keys` has the key of the
-    random mask. With `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task vector. `norms`
-    has this sum for each model; with None, the sums are computed. Then, for each element, the task vectors that have
-    the sign of their weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base.
-    Without `normalize`, a weighted sum is used in place of the mean.
+    random mask. With `rescale`, the kept elements are scaled to the L1 norm of the whole task vector. `norms` has this
+    norm for each model; None computes the norms. Then, for each element, the task vectors that have the sign of their
+    weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without
+    `normalize`, a weighted sum is used in place of the mean.
     """
     taus = [
         _dropped_l1(tensor - base, density, key, norm, rescale=rescale)
@@ -418,7 +423,7 @@ def m3_dare(
 
 
 def m3_lambdas(weights: Sequence[float], lambda_: float) -> list[float]:
-    """The lambda of each model in the merge by method `dare_linear` that equals a merge by method `m3_dare`.
+    """The lambda of each model with which the method `dare_linear` gives the same result as the method `m3_dare`.
 
     A model's lambda is `lambda_` times the model's number in `weights`, divided by the sum of the weights.
     """
@@ -478,10 +483,10 @@ def della_l1(
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. MagPrune (function
     `sparsify.magnitude_sampled`) keeps each element with a probability from density - epsilon to density + epsilon, by
-    the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the sum of
-    magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted
-    sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a
-    weighted sum is used in place of the mean.
+    the rank of its magnitude in its row. With `rescale`, the kept elements of a task vector are scaled to the L1 norm
+    of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted sum are
+    averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted sum
+    is used in place of the mean.
 
     `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks` has, for each
     model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for each model, the
@@ -544,8 +549,8 @@ def della_linear_l1(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
     plus sum_t lambda_t tau_t. tau_t has the elements of the task vector of model t that MagPrune (function
     `sparsify.magnitude_sampled`) keeps. MagPrune keeps each element with a probability from density - epsilon to
-    density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the sum of magnitudes of the whole
-    task vector.
+    density + epsilon, higher for larger elements. With `rescale`, tau_t is scaled to the L1 norm of the whole task
+    vector.
 
     `lambdas`, `densities`, `epsilons` and `keys` (the keys of the random masks) have a value for each model. `ranks`
     has, for each model, the precomputed rank of each magnitude in its row; None computes the ranks. `orders` has, for
@@ -573,14 +578,15 @@ def breadcrumbs(
     """Model Breadcrumbs (arXiv:2312.06795): task arithmetic without the largest and smallest elements of task vectors.
 
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The result is the base
-    plus, for each model t, lambda_t times the sparse task vector of the model. In a sparse task vector the elements of
-    largest magnitude, which are the share gamma_t of all elements, are set to zero. The elements of smallest magnitude
-    are also set to zero, so that the share density_t of all elements is left (function `sparsify.cut_both_ends`).
-    `lambdas`, `densities` and `gammas` have these numbers for each model; the paper uses one lambda for all models.
-    With `rescale`, the remaining elements of a task vector are scaled to the sum of magnitudes of the whole task
-    vector, as in mergekit. `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from
-    which trimming takes its threshold; None computes the threshold without a table. `orders` has, for each model, the
-    rule that breaks ties between elements of equal magnitude.
+    plus, for each model t, lambda_t times the sparse task vector of the model. It is the task vector with the largest
+    elements (in magnitude), the share gamma_t, set to zero, and with so many of the smallest elements set to zero that
+    the share density_t is left (function `sparsify.cut_both_ends`). With `rescale`, the remaining elements of a task
+    vector are scaled to the L1 norm of the whole task vector, as in mergekit.
+
+    `lambdas`, `densities` and `gammas` have a number for each model; the paper uses one lambda for all models.
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which thresholds are
+    taken; None computes the thresholds without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     merged = base.clone()
     crumbs = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
@@ -611,11 +617,13 @@ def breadcrumbs_ties(
     `tensors` has the tensor of each model; a model's task vector is its tensor minus `base`. The largest elements (the
     share gamma) and the smallest elements of each task vector are set to zero, so that the share density is left.
     `densities` and `gammas` have these shares for each model. With `rescale`, the remaining elements are scaled to the
-    sum of magnitudes of the whole task vector. Then, for each element, the task vectors that have the sign of their
-    weighted sum are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without
-    `normalize`, a weighted sum is used in place of the mean. `magnitudes` has, for each model, a precomputed table of
-    its task vector's magnitudes, from which thresholds are taken; None computes the thresholds without a table.
-    `orders` has, for each model, the rule that breaks ties between elements of equal magnitude.
+    L1 norm of the whole task vector. Then, for each element, the task vectors that have the sign of their weighted sum
+    are averaged with `weights`. The mean is multiplied by lambda and added to the base. Without `normalize`, a weighted
+    sum is used in place of the mean.
+
+    `magnitudes` has, for each model, a precomputed table of its task vector's magnitudes, from which thresholds are
+    taken; None computes the thresholds without a table. `orders` has, for each model, the rule that breaks ties between
+    elements of equal magnitude.
     """
     taus = trimmed_breadcrumbs(tensors, base, densities, gammas, magnitudes, orders, rescale=rescale)
     return consensus.disjoint_weighted(taus, weights, normalize=normalize).mul_(lambda_).add_(base)

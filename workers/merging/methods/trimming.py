@@ -1,8 +1,8 @@
 """Trimming of task vectors, the first step of several methods: dropping the smallest elements, or also the largest.
 
 `magnitudes` are the tables of |source - base|, one per source, if known; `orders` determine the order of elements of
-equal magnitude in each source. With `rescale`, the kept elements are scaled to the sum of magnitudes of the whole task
-vector (mergekit: `rescale: true`).
+equal magnitude in each source. With `rescale`, the kept elements are scaled to the L1 norm of the whole task vector
+(mergekit: `rescale: true`).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def trimmed_task_vectors(
     `shares` has the share of elements to keep for each tensor. `magnitudes` has, for each tensor, a precomputed table
     of the magnitudes |tensor - base|, from which the threshold is taken; None computes the threshold without a table.
     `orders` has, for each tensor, the rule that breaks ties between equal magnitudes. With `rescale`, each result is
-    scaled to the sum of magnitudes of the whole task vector.
+    scaled to the L1 norm of the whole task vector.
     """
     known = magnitudes or (None,) * len(tensors)
     taus = [
@@ -67,7 +67,7 @@ def trimmed_breadcrumbs(
       computes the thresholds without a table
     - `orders`: the rule that breaks ties between equal magnitudes
 
-    With `rescale`, each result is scaled to the sum of magnitudes of the whole task vector.
+    With `rescale`, each result is scaled to the L1 norm of the whole task vector.
     """
     known = magnitudes or (None,) * len(tensors)
     shares = zip(densities, gammas, each_order(orders, tensors), strict=True)

@@ -1,8 +1,8 @@
-"""LoRA adapters of PEFT, opened as models: the tensors of a base model that they change, and the changes.
+"""LoRA adapters of PEFT, opened as models: the base model's tensors with the adapter's changes.
 
-Everything is read from adapter_config.json and the headers of adapter_model.safetensors. What an adapter changes is
-decided in peft by the types of modules, and in this package by the base's tensors. The package does not compute the
-product of an adapter's matrices; the module `computed_tensors` does so when a tensor is read.
+Everything is read from adapter_config.json and the headers of adapter_model.safetensors. PEFT decides by a model's
+modules which tensors an adapter changes; this package builds no modules, and decides by the base's tensors. The package
+does not compute the product of an adapter's matrices; the module `computed_tensors` does so when a tensor is read.
 
 - `reading`: applies an adapter to a base, or reports all of its problems
 - `settings`: adapter_config.json

@@ -1,4 +1,4 @@
-"""Base model of a LoRA adapter, with its tensor for each parameter that the adapter may change."""
+"""The base model that a LoRA adapter changes, and a lookup of its tensors by the adapter's names of parameters."""
 
 from __future__ import annotations
 

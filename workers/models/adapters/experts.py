@@ -21,8 +21,8 @@ class Stack:
     """Parameter in transformers that stacks one matrix of each expert in an MoE layer.
 
     `parameter` is its name in transformers. `parts` has, for each expert of the mixture, the names of the stored
-    tensors that the parameter joins along the rows. If `is_stored` is True, the parameter is stored as one tensor, and
-    `parts` has only the name of this tensor.
+    tensors whose rows together are the expert's matrix. If `is_stored` is True, the parameter is stored as one tensor,
+    and `parts` has only the name of this tensor.
     """
 
     parameter: str
@@ -34,11 +34,10 @@ def stack_at(module: str, base: AdaptedBase, settings: Settings) -> Stack | None
     """Find the stacked MoE parameter that a LoRA adapter's matrices at `module` change; None if there is none.
 
     A stack joins one matrix of each expert of a layer's mixture of experts (such as all down projections) in one
-    tensor. If an adapter changes several stacks of one mixture, peft wraps the mixture's module several times, once for
-    each stack; the first stack has the innermost wrapper. Each further wrapper adds "base_layer" to the name of the
-    module inside it. Therefore the number of times that "base_layer" occurs in the name `module` identifies the stack.
-    Only stacks that the adapter's setting `target_parameters` names are considered. `base` is the model that the
-    adapter changes, and `settings` are the adapter's settings.
+    tensor. If an adapter changes several stacks of one mixture, their matrices have the same module name but for
+    "base_layer", which peft repeats once for each stack wrapped later. Therefore the number of times that "base_layer"
+    occurs in `module` identifies the stack. Only stacks that the adapter's setting `target_parameters` names are
+    considered. `base` is the model that the adapter changes, and `settings` are the adapter's settings.
     """
     experts = module.replace(".base_layer", "")
     depth = module.count(".base_layer")

@@ -180,9 +180,9 @@ def _tied_problems(parts: Parts, settings: Settings) -> Iterator[str]:
 
     In the base, embedding and output head are one tensor; in the adapted model they would differ. `parts` are the
     adapter's matrices, keyed by module, and `settings` are the adapter's settings. With the setting
-    `ensure_weight_tying`, peft has trained both as one tensor. An adapter with this setting has no problem if it has
-    matrices of the embedding: their product is added once to the tied tensor (the merge function of peft 0.21 adds it
-    twice).
+    `ensure_weight_tying`, peft has trained both as one tensor; an adapter with this setting has no problem if it has
+    matrices of the embedding. Their product is added once to the tied tensor, although the merge function of peft 0.21
+    adds it twice.
     """
     heads = [module for module in parts.matrices if is_output_head(f"{module}.weight")]
     embeddings = [module for module, matrices in parts.matrices.items() if matrices.is_embedding]

@@ -29,9 +29,9 @@ class Modality:
     - `files`: names of the files besides weights and config.json that define how a model reads data
     - `structure`: fields of the configuration, in addition to those of all models, that must be equal for merging
     - `has_vocabulary`: whether models have an embedding with a row for each token, and prompts of tokens
-    - `heads`: names of the tensors of a linear head for one task, which an adapter may have as whole tensors; empty if
-      models have no heads
-    - `has_pictures`: whether samples of the modality's tasks have small pictures for people
+    - `heads`: names of the tensors of a linear head for one task, which an adapter may store whole; empty if models
+      have no heads
+    - `has_pictures`: whether samples of the modality's tasks have small pictures for people to look at
     - `runs_on_vllm`: whether engines of vLLM score the models
     - `copies_on_cpu`: the number of copies of a merge's weights in host memory if an engine runs on the CPU
     - `cache_bytes`: the number of bytes that an engine needs in addition, for cached data

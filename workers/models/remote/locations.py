@@ -1,9 +1,8 @@
 """Location of models: the directory of a downloaded model, or of a model's metadata if its weights are elsewhere.
 
-If the weights of a model on the hub or in an object store are not on this machine, the model is checked as a
-metadata-only snapshot, which has its files without the contents of the weights. Therefore models are checked before
-their weights are downloaded. A snapshot belongs to one commit, and the download that replaces it belongs to the same
-commit.
+Models are checked before their weights are downloaded. A model on the hub or in an object store whose weights are not
+on this machine is checked as a metadata-only snapshot, which has its files without the contents of the weights. A
+snapshot belongs to one commit, and the download that replaces it belongs to the same commit.
 """
 
 from __future__ import annotations
@@ -83,8 +82,8 @@ def id_of(directory: Path) -> str | None:
 def source_name(directory: Path) -> str:
     """Name of the model in a directory that the function `locate` returned, such as ID@COMMIT for a hub model.
 
-    Names of hub models are valid on any machine. The name of a model in an object store is its URL while its weights
-    are not on this machine. The name of any other model is its directory.
+    A model in an object store is named by its URL until its weights have been downloaded to this machine. Otherwise a
+    model that is not on the hub is named by its directory. Names of hub models are valid on any machine.
     """
     if name := id_of(directory):
         return f"{name}@{commit_of(directory)}"

@@ -33,8 +33,8 @@ def weight_files(directory: Path, names: Collection[str]) -> list[str]:
     """Names of the safetensors files with a model's weights, selected from the names of all files of the model.
 
     If the weights are divided over several files, an index lists these files. The index is read from `directory`, which
-    has the model's small files. A second copy of the weights in another format is left out. The result is empty if the
-    index cannot be read.
+    has the model's small files. Other safetensors files, such as a second copy of the weights, are left out. The result
+    is empty if the index cannot be read.
     """
     for stem in STEMS:
         if (single := f"{stem}.safetensors") in names:

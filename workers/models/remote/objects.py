@@ -6,7 +6,7 @@ sha256. A model's files are listed whenever the model is located; the names, siz
 determine the commit of the model. A model's files are downloaded once per machine, to a directory of that commit:
 
     CACHE/models/s3:/BUCKET/FOLDER@COMMIT/    the files; weights have their names once their sha256 is checked
-    CACHE/models/s3:/BUCKET/FOLDER.latest     the commit that was last located, for times without answer from the store
+    CACHE/models/s3:/BUCKET/FOLDER.latest     the commit last located, used if the store does not answer
 """
 
 from __future__ import annotations
@@ -134,9 +134,9 @@ def _manifest(objects: ObjectStore, digest: str) -> tuple[ObjectStore, dict[str,
 
 
 def _last_located(url: str) -> Path | None:
-    """Directory of the version of the model at `url` that this machine has located last.
+    """Local directory of the version of the model at `url` that this machine has found last at that address.
 
-    Returns None if no version was located, or if a file of this version is not on this machine.
+    Returns None if this machine has found no version, or if a file of that version is not on this machine.
     """
     try:
         known = json.loads(_latest(url).read_bytes())

@@ -156,8 +156,8 @@ def make_snapshot(
 def _header(size: int, read: Callable[[int, int], bytes]) -> bytes:
     """Read the safetensors header of a file of `size` bytes, including the length that precedes it.
 
-    `read` returns the bytes [begin, end) of the file. Returns only the first bytes if the file cannot be a safetensors
-    file.
+    `read` returns the bytes [begin, end) of the file. Returns only the first 8 bytes, the length, if the file cannot be
+    a safetensors file.
     """
     start = read(0, min(size, FIRST_BYTES))
     end = 8 + int.from_bytes(start[:8], "little")

@@ -23,8 +23,8 @@ BEFORE, AFTER = ("The solution is:", "The answer is:"), "\n\nThe answer is:"
 def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """lm-eval filter that extracts the program from each of a model's completions.
 
-    `responses` has the completions of each of `documents`, lm-eval's samples. The result contains the programs in the
-    same form.
+    `responses` has a list of completions for each of `documents`, lm-eval's samples. The result has a list of programs
+    for each.
     """
     return [[_program(text) for text in texts] for texts in responses]
 
@@ -32,8 +32,8 @@ def programs(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str
 def functions(responses: Sequence[Sequence[str]], documents: Sequence[Mapping[str, Any]]) -> list[list[str]]:
     """lm-eval filter that extracts, from each completion, the function that its document asks for.
 
-    `responses` has the completions of each of `documents`, lm-eval's samples. If the extracted program does not define
-    the function that the document asks for, the result is the document's prompt followed by the completion.
+    `responses` has the completions of each of `documents`, lm-eval's samples. A completion without this function is
+    taken to be the end of a program that begins with the document's prompt; the result is then this whole program.
     """
     found = []
     for texts, document in zip(responses, documents, strict=True):

@@ -28,9 +28,9 @@ FRAMES = {"PROTO", "FRAME", "MEMOIZE", "PUT", "BINPUT", "LONG_BINPUT", "STOP"}
 def passes(document: Mapping[str, Any], responses: Sequence[str]) -> dict[str, float]:
     """Execute the program in a model's answer to one document; return {"pass_at_1": 1.0} if it passes all tests.
 
-    `responses` has the answer as its only entry. The value is 0 if a test case fails. The document contains public and
-    private test cases. Private test cases are not executed if a public test case fails; the value is then the same as
-    by the published code. Raises ValueError for a document without test cases that can be read.
+    `responses` has the answer as its only entry. The value is 0.0 if a test fails. The document has public and private
+    tests; the private ones run only if the program passes the public ones. Raises ValueError for a document without
+    test cases that can be read.
     """
     import evaluate  # type: ignore[import-untyped]
 

@@ -69,10 +69,10 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
 
 @contextmanager
 def _appearing(out: Path) -> Iterator[Path]:
-    """Context manager that yields a new directory and, once it is complete, renames it to `out`.
+    """Context manager that yields a hidden directory to write to, and renames it to `out` at the end.
 
-    All ranks get the same directory. Files that a killed training left in it are removed, because that training may
-    have had another number of ranks.
+    All ranks get the same directory. If a killed training left files in it, they are removed first, because that
+    training may have had another number of ranks.
     """
     if _rank() != 0:
         yield Path(_of_writer(None))
@@ -129,7 +129,7 @@ def step_of(checkpoint: Path | None) -> int:
 def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
     """Read the optimizer's state in a checkpoint, except its tensors.
 
-    The keys are the keys that the optimizer's method `state_dict` returns.
+    The result has the keys of the optimizer's `state_dict`.
     """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
@@ -178,11 +178,11 @@ def _check_names(checkpoint: Path, names: Any, trained: Mapping[str, torch.Tenso
 
 
 def _places(stored: Mapping[str, torch.Tensor], trained: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Make tensors that an optimizer's state can be loaded into from a checkpoint.
+    """Make tensors of zeros, into which an optimizer's state can be loaded from a checkpoint.
 
-    `stored` has the tensors of the checkpoint, keyed by name, of which only shapes and dtypes are used. The keys of the
-    result are the same names. `trained` are the trained parameters. A tensor with the shape of its parameter is sharded
-    as the parameter is.
+    `stored` has the tensors of the checkpoint, keyed by name; only their shapes and dtypes are used. The result has the
+    same keys. `trained` are the trained parameters. Each stored tensor belongs to one of them; if it has the
+    parameter's shape, it is sharded like the parameter.
     """
     parameters = list(trained.values())
     found = {}

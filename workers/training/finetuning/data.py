@@ -7,6 +7,7 @@ rows depends only on the seed. Therefore every rank has the same rows, and takes
 from __future__ import annotations
 
 import random
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +24,9 @@ from workers.training.finetuning.spec import Data, FinetuneSpec
 __all__ = ["IGNORED", "Batch", "Document", "batch_rows", "pack", "read_documents", "tensors_of", "writes_chats"]
 
 MESSAGES, PROMPT, COMPLETION = "messages", "prompt", "completion"
+
+# A template that writes the value of one key of a row.
+SINGLE_KEY = re.compile(r"\{\{-?\s*([A-Za-z_]\w*)\s*-?\}\}")
 
 
 @dataclass(frozen=True)
@@ -42,7 +46,7 @@ class Batch:
     """Batch of training rows: token ids, positions and labels, each as a tensor [rows, length].
 
     `tokens` are the token ids. `positions` restart at 0 with each document in a row. `labels` are the next tokens, or
-    IGNORED for tokens whose losses the training loss does not include.
+    IGNORED where the next token's loss does not count.
     """
 
     tokens: torch.Tensor
@@ -71,14 +75,15 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
         {"prompt": data.prompt, "answer": data.completion},
         where=str(source),
         answer_name="completion",
-        refuse_null=True,
+        only_text=True,
     )
     documents = []
     for origin, fields in _rows(data):
         if MESSAGES in fields:
             document = _chat(fields[MESSAGES], prompts, origin)
         elif (messages := _conversation(data, fields, origin)) is not None:
-            document = _chat(messages, prompts, origin, name=f"{PROMPT} and {COMPLETION}", first=len(fields[PROMPT]))
+            before, after = messages
+            document = _chat([*before, *after], prompts, origin, name=f"{PROMPT} and {COMPLETION}", first=len(before))
         else:
             row = templates.row(fields, where=origin)
             document = _completion(row.prompt, row.answer, int(eos), prompts, origin)
@@ -188,27 +193,37 @@ def _order(num_rows: int, epoch: int, seed: int) -> list[int]:
     return _orders[key]
 
 
-def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> list[Any] | None:
-    """Join a row's prompt and completion to one conversation, if both are lists of messages (TRL's format).
+def _conversation(data: Data, fields: Mapping[str, Any], origin: str) -> tuple[list[Any], list[Any]] | None:
+    """The messages of a row's prompt and of its completion, if both are lists of messages (TRL's format).
 
-    `fields` maps the row's keys to their values. If neither value is a list or an object, the row is plain text, and
-    the result is None. In all other cases InvalidTask is raised, because a list or an object would be written into the
-    text as a Python expression. A value for which `data` has its own template is not checked, because the template may
-    select any part of the value. `origin` names the row in messages.
+    `fields` maps the row's keys to their values. Returns None for plain text, if neither value is a list or an object.
+    Other values are errors, because they would be written into the text as Python expressions: then InvalidTask is
+    raised, and `origin` names the row. A template in `data` that writes a single key, such as `{{prompt}}`, stands for
+    the value of this key; every other template writes text, and refuses lists and objects itself.
     """
-    defaults = {PROMPT: data.prompt, COMPLETION: data.completion}
-    given = {name: fields.get(name) for name, template in defaults.items() if template == f"{{{{{name}}}}}"}
+    given = {name: _single_value(template, fields) for name, template in _templates(data).items()}
     nested = [name for name, value in given.items() if isinstance(value, list | Mapping)]
     if not nested:
         return None
-    if len(nested) == len(defaults) and all(isinstance(value, list) for value in given.values()):
-        return [*fields[PROMPT], *fields[COMPLETION]]
+    prompt, completion = given.values()
+    if isinstance(prompt, list) and isinstance(completion, list):
+        return prompt, completion
     name = nested[0]
     kind = "a list" if isinstance(given[name], list) else "an object"
     raise InvalidTask(
         f"{origin}: {name} is {kind}: {str(given[name])[:60]!r}; expected {PROMPT} and {COMPLETION} as text, or both "
         f"as lists of messages; a template (data.{name}) picks a key of it"
     )
+
+
+def _templates(data: Data) -> dict[str, str]:
+    return {PROMPT: data.prompt, COMPLETION: data.completion}
+
+
+def _single_value(template: str, fields: Mapping[str, Any]) -> Any:
+    """The value of the key in `fields` that `template` writes, if it writes one key and nothing else; else None."""
+    found = SINGLE_KEY.fullmatch(template.strip())
+    return None if found is None else fields.get(found[1])
 
 
 def _rows(data: Data) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -264,8 +279,8 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     """Make a document from a conversation with the tokenizer's chat template.
 
     `messages` should be a list of objects with role and content. The training loss includes the assistant's messages
-    from message number `first` (counted from 0) on, and the end of each of their turns. `prompts` has the tokenizer. In
-    error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
+    from message number `first` (counted from 0) on, and the tokens that end their turns. `prompts` has the tokenizer.
+    In error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
     InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(

@@ -1,9 +1,9 @@
-"""Attention that stays within each document of a packed row, and skips all pairs of tokens of different documents.
+"""Attention within each document of a packed row, which computes nothing for pairs of tokens of different documents.
 
-Without this module, transformers makes a mask [rows, 1, length, length], and computes the attention of every pair of
-tokens. On a GPU in 16 bits, PyTorch's variable-length attention computes all documents in one launch. On the CPU, each
-document is computed separately. A model keeps its own attention if its layers have a window shorter than a row, caps on
-scores, or biases.
+Transformers' own attention hides such pairs by a mask [rows, 1, length, length], but computes all pairs. Here, a GPU
+computes all documents in one call of PyTorch's variable-length attention, which needs 16-bit activations, and a CPU
+computes each document separately. Some models keep their own attention, for example models with sliding windows shorter
+than a row, soft-capped attention logits, or ALiBi biases.
 """
 
 from __future__ import annotations
@@ -43,12 +43,13 @@ def use_document_attention(
 ) -> bool:
     """Let `model` compute attention within documents if its logits stay the same; return whether it does.
 
-    The replacement is used in calls whose inputs have the bounds of documents (function `document_bounds`); other
-    calls, such as evaluations, are not changed. `model` is a transformers or peft model. `max_length` is the largest
-    number of tokens of a row, `device` is the model's device, and `dtype` is the dtype of activations. If the model has
-    shards, `called` is the adapter that is called in its place. The logits of a row of two documents are compared with
-    the logits by the model's own attention. If the logits differ by more than rounding, or the new attention fails, the
-    model keeps its own attention.
+    The logits of a row of two documents are computed with both attentions. If they differ by more than rounding, or the
+    new attention fails, the model keeps its own attention. Later the new attention is used only in calls whose inputs
+    have the bounds of documents (function `document_bounds`), thus not in evaluations.
+
+    `model` is a transformers or peft model. If it has shards, `called` is the wrapper that calls it on all ranks
+    together; otherwise `called` is the model itself or None. `max_length` is the largest number of tokens of a row,
+    `device` is the model's device, and `dtype` is the dtype of activations.
     """
     from transformers import AttentionInterface, AttentionMaskInterface
     from transformers.masking_utils import sdpa_mask
@@ -228,7 +229,7 @@ def _in_one_launch(
     dropout: float,
     scaling: float | None,
 ) -> torch.Tensor:
-    """Causal attention within all documents in one launch, by PyTorch's variable-length attention.
+    """Causal attention within each document, for all documents in one launch of PyTorch's variable-length attention.
 
     The tensors are [tokens, heads, size]. `bounds` are the starts of the documents, followed by the number of tokens;
     `longest` is the number of tokens of the longest document. `scaling` is the factor of attention scores; None means

@@ -58,7 +58,7 @@ class Evaluator:
     - `seed`: determines the order of the tasks' samples
     - `chat_template`: whether prompts are formatted with the tokenizer's chat template
     - `called`: a callable that is called in place of `model`, such as a linearization (a model that is linear in its
-      weights), or an adapter if the model has shards; None if `model` itself is called
+      weights), or a wrapper that computes on all ranks if the model has shards; None if `model` itself is called
     - `access`: limits the files that tasks may use; None means no limit
 
     Raises InvalidTask if a task cannot be built, or if the chat template is missing.

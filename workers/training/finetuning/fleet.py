@@ -1,8 +1,8 @@
-"""Specification files of several experts, one per task (a fleet), with an optional study that merges them.
+"""Specification files of fine-tunings: of one expert, or of several experts, one per task (a fleet).
 
-A fleet is a specification with `experts`: for each alias, the options that differ for this expert, section by section.
-A pipeline is a fleet with `study`: a study without the section `models`, because its models are the base and the
-experts of the fleet. With `analysis`, the trained experts are analysed at the end.
+In a fleet's specification, `experts` has the options that differ between the experts, section by section, keyed by
+alias. `study` is optional: a study that merges the trained experts, without the section `models`, because its models
+are the fleet's base and experts. With the optional `analysis`, the trained experts are analysed at the end.
 """
 
 from __future__ import annotations
@@ -67,12 +67,13 @@ class Pipeline:
 
     - `name`: the name of the fleet (the experts that one file defines), or of the single expert
     - `experts`: the specification of each expert, keyed by alias
-    - `study`: the content of a study file without models; None if no study is to be created
+    - `study`: the content of a study file without the key `models`, which the trained experts replace; None if no study
+      is to be created
     - `directory`: the directory to which relative paths in `study` are relative
     - `is_fleet`: whether the experts were given as a fleet, which may also have only one expert
     - `analysis`: the options of the analysis of the trained experts; None if no analysis is requested
-    - `parallel_experts`: the number of experts that train at the same time; None means the number for which the cluster
-      has GPUs
+    - `parallel_experts`: the number of experts that train at the same time; None means as many as the cluster has GPUs
+      for
     """
 
     name: str

@@ -4,11 +4,11 @@
 {"step": 50, "values": {"math": 0.61}}
 
 `tokens` is the number of tokens whose losses `loss` includes; lines of image classifiers have `images` in its place.
-`loss` is the loss of the batch at the weights. With the optimizer MergOPT, which computes gradients at the weights plus
-an offset, `loss` is the loss at the weights plus the offset. MergOPT's lines also have `alpha` and `models`, the
-coefficient and the number of models in the merge that the update simulates. Every tenth of these lines, and the last
-line, have `weights_loss`, the loss of the batch at the weights. Lines of the optimizers SAM and ASAM have
-`offset_loss`, the loss at the weights plus an offset that raises it. The fine-tuning method `tangent` trains a
+`loss` is the loss of the batch at the point where the gradient is computed: at the weights or, with the optimizer
+MergOPT, at the weights plus an offset. MergOPT's lines also have `alpha` and `models`, the coefficient and the number
+of models in the merge that the update simulates. Every tenth of these lines, and the last line, have `weights_loss`,
+the loss of the batch at the weights. For the optimizers SAM and ASAM, `loss` is the loss at the weights, and
+`offset_loss` is the loss at the weights plus an offset that raises it. The fine-tuning method `tangent` trains a
 linearization, a model that is linear in its weights. With it, `values` are the values of the original model with the
 exported weights, and `linearized_values` are the values of the linearization.
 """
@@ -95,7 +95,7 @@ class HistoryReader:
 class History:
     """Writer of a training's history: a file with one JSON line for each update and evaluation.
 
-    Only the rank with `is_writer` True writes the file. Every rank calls the function `report` with each line.
+    Only the rank with `is_writer` True writes the file. On every rank, each line is also passed to `report`.
     """
 
     def __init__(self, file: Path, *, is_writer: bool, report: Report) -> None:

@@ -89,8 +89,8 @@ class ClassLoss(torch.nn.Module):
 class ImageExamples:
     """Training images with their right classes; implements the interface `modality.Examples`.
 
-    `images` are the training data. `order` has, for each class, the index of its output of the classification head.
-    `processor` converts images to the model's input.
+    `images` are the training data. `order` has, for each class, the index of its logit in the output of the
+    classification head. `processor` converts images to the model's input.
     """
 
     unit = "images"
@@ -137,7 +137,8 @@ class ImageEvaluator:
     - `head`: the classification head of the model in training
     - `processor`: converts images to the model's input
     - `model`: the model in training
-    - `called`: the callable that computes the outputs: `model` itself, its linearization, or an adapter for shards
+    - `called`: the callable that computes the outputs: `model` itself, its linearization, or, if it has shards, a
+      wrapper that computes on all ranks
     - `access`: limits the files that tasks may use; None means no limit
 
     A CLIP model has a zero-shot head for each task, which the task's classes and templates define. Raises InvalidTask
@@ -399,10 +400,7 @@ def _logits(outputs: Any, embeddings: torch.Tensor | None) -> torch.Tensor:
 
 @contextmanager
 def _without_report() -> Iterator[None]:
-    """Context manager that hides transformers' warnings about a missing head or a head of another size.
-
-    A filter hides them, because transformers warns about tensor parallelism if the logger has a level of its own.
-    """
+    """Context manager that hides transformers' warnings about a missing head or a head of another size."""
     logger = logging.getLogger("transformers.modeling_utils")
     logger.addFilter(_is_error)
     try:
@@ -449,9 +447,9 @@ def _model_of_head(spec: FinetuneSpec, base: Path) -> Checkpoint:
 def _head(spec: FinetuneSpec, base: Path, images: ImageSet) -> TaskHead:
     """Find the head with which an expert is trained: the base's head, the head of the model `data.head`, or a new head.
 
-    The head of a whole CLIP model is its zero-shot head for the classes of `images`. Raises InvalidModel if the model
-    has no head, or if its head is for features of another size. Raises InvalidTask if the names or the number of
-    classes of a new head or a zero-shot head are not known.
+    The head of a whole CLIP model is its zero-shot head for the classes of `images`. Raises InvalidModel if the base or
+    the model `data.head` should have the head but has none, or if the head is for features of another size than the
+    base's. Raises InvalidTask if the classes of a new head or a zero-shot head are not known.
     """
     origin = open_checkpoint(base)
     if has_zero_shot_heads(origin):

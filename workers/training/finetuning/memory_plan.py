@@ -61,8 +61,7 @@ class TrainingMemory:
     def state(self) -> int:
         """Bytes of memory that are in use during the whole training: weights, gradients, optimizer state and offset.
 
-        The offset is the memory of methods that add something to the weights while the gradient is computed. These
-        bytes do not depend on the number of rows in a forward pass.
+        These bytes do not depend on the number of rows in a forward pass.
         """
         return self.weights + self.gradients + self.optimizer + self.offset
 

@@ -246,7 +246,7 @@ class _TaskSamples:
 
 
 class _Linearized:
-    """Adapter with the method `logits` for a linearized model, so that losses of samples can be computed.
+    """Wrapper that gives a linearized model the method `logits`, so that losses of samples can be computed.
 
     A linearized model is linear in its weights. The class implements the interface `ModelOfLogits`. `device` is the
     device of the model.
@@ -345,12 +345,11 @@ def landscapes(
 
 
 def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> Iterator[Candidate]:
-    """Yield the merges to compare for each merge method of the MergOPT paper; the best merge of each method is chosen.
+    """Yield merges of the experts by each merge method of the MergOPT paper.
 
-    For a method with a coefficient, there is a merge for each value that is tried. MergOPT is an optimizer for experts
-    that will be merged. `experts` are the aliases of the experts. The methods are weight averaging, task arithmetic,
-    TIES and DARE. With `wudi`, WUDI-Merging (table 5) is a further method; it computes several hundred matrix products
-    for each matrix. `seed` determines the random masks of DARE.
+    The methods are weight averaging, task arithmetic, TIES, DARE and, with `wudi`, WUDI-Merging (table 5). A method
+    with a coefficient gets one merge for each value to try; the caller keeps each method's best merge. `experts` are
+    the aliases of the experts. `seed` determines the random masks of DARE.
     """
     sources = tuple(Source(alias) for alias in experts)
     yield Candidate("weight averaging", None, Merge("linear", sources, {"weight": 1 / len(experts)}))
@@ -398,12 +397,15 @@ def mixed_table(
 ) -> tuple[MergeLoss, ...]:
     """Measure merges of two experts that were trained in different ways: one row for each merge method.
 
-    The result corresponds to table 19 in the paper of MergOPT, an optimizer for experts that will be merged. `experts`
-    has pairs of aliases: the keys are experts of one training, and the value is the expert of the other training for
-    the same tasks. From each pair of the first IN_PAIRS keys, two merges are made, each with one expert of each
-    training. `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report`
-    returns the losses and metrics that the table has. `seed` determines the random masks of DARE. With `wudi`,
-    WUDI-Merging is one of the methods. The losses and metrics in a row are listed by the keys of `experts`.
+    The result corresponds to table 19 in the paper of MergOPT, an optimizer for experts that will be merged. The keys
+    of `experts` are the aliases of experts of one training, and each value is the alias of the other training's expert
+    for the same tasks. From every two of the first IN_PAIRS keys, A and B, two merges are made: A with the other
+    training's expert for B, and B with the other training's expert for A.
+
+    `measure` returns a merge's loss on each expert's tasks; coefficients are chosen by this loss. `report` returns the
+    losses and metrics that the rows contain. `seed` determines the random masks of DARE. With `wudi`, WUDI-Merging is
+    one of the methods. The losses and metrics of a row are keyed by the keys of `experts`; both experts for the same
+    tasks count under one key.
     """
     pairs = list(combinations(list(experts)[:IN_PAIRS], 2))
     mixed = [pair for one, two in pairs for pair in ((one, experts[two]), (experts[one], two))]

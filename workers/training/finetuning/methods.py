@@ -74,9 +74,9 @@ def read_task_vectors(
 
 
 def _reader(model: Any, expert: Checkpoint | None, base: Checkpoint) -> Callable[[str], torch.Tensor]:
-    """Make a function that takes the name of a parameter in `model`, and reads this parameter of an expert.
+    """Make a function that reads a parameter of `expert` in float32, given the parameter's name in `model`.
 
-    The values are in float32. Raises InvalidModel if the expert has other tensors than the base model `base`.
+    `expert` must not be None. Raises InvalidModel if the expert has other tensors than the base model `base`.
     """
     assert expert is not None
     heads = {*base.layout.task_heads, *expert.layout.task_heads}  # of tasks; they are not merged

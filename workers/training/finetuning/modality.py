@@ -51,9 +51,9 @@ class Examples(Protocol):
         ...
 
     def inputs(self, rows: Sequence[int]) -> dict[str, Any]:
-        """Inputs for one forward pass over some rows: the model's tensors and numbers, and `labels`.
+        """Inputs for one forward pass over some rows: the model's keyword arguments, and `labels`.
 
-        The label IGNORED means no loss. Without rows, the inputs are for a single row without targets.
+        The label IGNORED means no loss. If `rows` is empty, the inputs are for a single row without targets.
         """
         ...
 
@@ -135,7 +135,10 @@ class TrainingModality(Protocol):
         ...
 
     def loss(self, model: torch.nn.Module) -> torch.nn.Module:
-        """Wrap a model in a module that returns the sum of losses, or the model's outputs if there are no `labels`."""
+        """Wrap a model in a module that returns the sum of the losses over all targets.
+
+        If the inputs have no `labels`, the module returns the model's outputs.
+        """
         ...
 
     def output_of(self, model: torch.nn.Module) -> str:
@@ -159,7 +162,7 @@ class TrainingModality(Protocol):
         ...
 
     def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
-        """Check that a loaded model supports the options of `spec`, and adapt the model and its data to each other.
+        """Check that a loaded model supports the options of `spec`, and set up the model and the data for training.
 
         `model` is an object of the class `models.TrainedModel`, `examples` are the training data, and `device` is the
         model's device. Raises InvalidModel if the model does not support an option.
@@ -187,8 +190,9 @@ class TrainingModality(Protocol):
         """Make the scorer of the evaluation objectives in `spec.evaluation`, which must not be None.
 
         `model` is the model in training. `called` is the callable that computes its outputs: `model` itself, its
-        linearization, or an adapter for shards. `base` is the directory of the base model. `access` limits the files
-        that tasks may use; None is no limit. Raises InvalidTask if a task cannot be built.
+        linearization, or, if it has shards, a wrapper that computes on all ranks. `base` is the directory of the base
+        model. `access` limits the files that tasks may use; None is no limit. Raises InvalidTask if a task cannot be
+        built.
         """
         ...
 

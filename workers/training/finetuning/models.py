@@ -51,13 +51,16 @@ class TrainedModel:
     def called(self) -> Any:
         """The model to call for scoring and checks, with the interface of a transformers model.
 
-        The result is the field `module` or, if parameters are sharded, an adapter that computes on all ranks together.
+        The result is the field `module` or, if parameters are sharded, a wrapper that computes on all ranks together.
         """
         return ShardedModel(self.loss) if self.is_sharded else self.module
 
 
 def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:
-    """Dtype of activations in the training `spec` on `device`, and of frozen weights below an adapter."""
+    """Dtype of activations in the training `spec` on `device`.
+
+    If a LoRA adapter is trained, frozen weights also have this dtype, unless they are quantised.
+    """
     wanted = spec.training.precision
     is_bfloat16 = wanted == "bfloat16" or (wanted == "auto" and device.type == "cuda")
     return torch.bfloat16 if is_bfloat16 else torch.float32
@@ -74,12 +77,12 @@ def load_model(
 ) -> TrainedModel:
     """Load the base model in the directory `base` for the training `spec` on `device`, in training mode.
 
-    Trained weights are float32; the frozen weights below an adapter have the dtype of activations, or are NF4. With
-    `is_sharded`, each rank of the process group holds a shard of each parameter. `recomputes` says whether activations
-    are computed again in the backward pass. `access` limits the files that the data may name; None is no limit. A
-    task's head is trained only if it is new, and gets no offset of MergOPT, because merges do not change it. Raises
-    InvalidModel if the specification names layers that the base does not have, if its adapter targets match no module,
-    or if a needed library is missing.
+    Trained weights are float32. If a LoRA adapter is trained, the frozen weights have the dtype of activations, or are
+    NF4. With `is_sharded`, each rank of the process group holds a shard of each parameter. `recomputes` says whether
+    activations are computed again in the backward pass. `access` limits the files that the data may name; None is no
+    limit. A task's head is trained only if it is new, and gets no offset of MergOPT, because merges do not change it.
+    Raises InvalidModel if the specification names layers that the base does not have, if its adapter targets match no
+    module, or if a needed library is missing.
     """
     training = training_of(base)
     is_tangent = spec.method.kind == "tangent"
@@ -168,7 +171,7 @@ def check_packing(model: Any, called: Any = None) -> None:
     The positions in a row, which restart with each document, keep attention within one document. But layers with a
     state (recurrent or convolutional layers) may carry the state into the next document. The check compares two rows
     whose first documents differ and whose second documents are equal. `model` is a transformers model; if it has
-    shards, `called` is the adapter that is called in its place. Raises InvalidModel if the logits of the second
+    shards, `called` is the wrapper that calls it on all ranks together. Raises InvalidModel if the logits of the second
     documents differ by more than rounding.
     """
     vocabulary = model.get_input_embeddings().num_embeddings

@@ -43,8 +43,8 @@ def write_expert(
 
     `spec` is the specification of the training, and `base` is the directory of the base model. An existing directory is
     not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are the values of the last
-    evaluation. `weights` are the weights to write, keyed by the names of `model`. If `weights` is None, the weights of
-    `model` are rounded to the expert's dtype in place and written.
+    evaluation. `weights` are the weights to write, keyed by the names of the parameters in `model`. If `weights` is
+    None, the weights of `model` are rounded to the expert's dtype in place and written.
     """
     if out.exists():
         return out
@@ -95,12 +95,12 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
 
 
 def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
-    """Hashes of the inputs of the training `spec`: of the base model, and of the data file.
+    """Hashes of the inputs of the training `spec`, each under one of three keys.
 
-    `base` is the directory of the base model. The key "base" has the model's fingerprint, a hash of its files, as
-    studies compute it. The key "data" has the digest (hex) of the data; it is missing if the data are not in a file or
-    folder. The key "head" has the fingerprint of the model whose head an image classifier was trained with, if this
-    model is not the base.
+    - "base": the fingerprint (hash of the files) of the base model in the directory `base`, as studies compute it
+    - "data": the digest (hex) of the training data; missing if the data are not in a file or folder
+    - "head": the fingerprint of the model whose head an image classifier was trained with; missing if that is the base,
+      or if the head is new
     """
     sources = {"base": fingerprint(open_checkpoint(base))}
     if (digest := training_of(base).data_digest(spec)) is not None:

@@ -191,7 +191,7 @@ def gathered(
 
 
 class ShardedModel:
-    """Adapter that gives a model with shards the interface of a transformers model, to score it on all ranks.
+    """Wrapper that gives a model with shards the interface of a transformers model, to score it on all ranks.
 
     All ranks must make the same calls. `root` is the module that was divided (function `shard`).
     """

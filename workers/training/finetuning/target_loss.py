@@ -84,7 +84,10 @@ def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def _returning(module: torch.nn.Module, outputs: Any) -> Iterator[None]:
-    """Context manager in which `module` computes nothing, and each call of it returns `outputs`."""
+    """Context manager in which each call of `module` computes nothing and returns `outputs`.
+
+    It lets the model compute logits from given hidden states without computing the decoder.
+    """
     own = module.__dict__.get("forward")
     module.forward = lambda *_, **__: outputs
     try:

@@ -72,12 +72,12 @@ def train(
     """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
     No other training may use `out`. If there is a process group, the function runs on each of its ranks. Each rank
-    calls `report` with the metrics of every update, such as the loss, and with the values of every evaluation, in the
-    form of the training's history (`history`). `device` is this rank's device; by default it is a GPU if the machine
-    has one. `access` limits the files that training data and evaluation tasks may name, or is None for no limit.
-    Returns facts about the training, such as the number of steps, the last loss, and the values of the last evaluation.
-    Raises InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used,
-    and TrainingFailed if a loss or a gradient is NaN or infinite.
+    calls `report` with the metrics of every update, such as the loss, and with the values of every evaluation; the
+    module `history` describes these lines. `device` is this rank's device; by default it is a GPU if the machine has
+    one. `access` limits the files that training data and evaluation tasks may name, or is None for no limit. Returns
+    facts about the training, such as the number of steps, the last loss, and the values of the last evaluation. Raises
+    InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used, and
+    TrainingFailed if a loss or a gradient is NaN or infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -194,12 +194,11 @@ def _recomputes(spec: FinetuneSpec, base: Path, ranks: _Ranks) -> bool:
 def _weights(
     spec: FinetuneSpec, model: TrainedModel, directory: Path | None
 ) -> AbstractContextManager[dict[str, torch.Tensor] | None]:
-    """Context manager that yields the trained expert's weights, keyed by name, for writing them to its checkpoint.
+    """Context manager that gathers the weights of a sharded model, keyed by name, for writing the trained expert.
 
-    The result is None if each rank holds the whole model, because the weights are then in the model. If the model is
-    sharded, the weights are gathered from all ranks into files below `directory`; the files exist while the context is
-    open. The weights have the dtype that `spec` names; the weights of an adapter are float32. A rank whose `directory`
-    is None gets an empty dict.
+    The weights are gathered from all ranks into files below `directory`, which exist while the context is open. A rank
+    whose `directory` is None gets an empty dict. The weights have the dtype that `spec` names; the weights of a LoRA
+    adapter are float32. If each rank holds the whole model, the result is None, because nothing must be gathered.
     """
     if not model.is_sharded:
         return nullcontext()
@@ -220,11 +219,11 @@ def noise_seed(spec: FinetuneSpec) -> int:
 
 
 def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: torch.optim.Optimizer) -> None:
-    """Restore the trained weights and the optimizer's state from a checkpoint.
+    """Restore the trained weights in `model` and the optimizer's state from a checkpoint.
 
-    `spec` is the specification of the training, and `model` has the trained weights. The optimizer MergOPT adds noise
-    to weights while it computes gradients. In an earlier version of this program, only the trained layers had noise.
-    Raises InvalidModel if such a version wrote the checkpoint, and `spec` adds noise to other weights.
+    `spec` is the specification of the training. Raises InvalidModel if the noise of the optimizer MergOPT would change:
+    an earlier version of this program, which added noise to the trained layers only, wrote the checkpoint, and `spec`
+    adds noise to other layers too.
     """
     had_noise_on_trained = (
         isinstance(optimizer, MergOPT)
@@ -310,10 +309,10 @@ class _Ranks:
 
 
 class _Passes:
-    """Forward and backward passes over this rank's share of the rows of each batch.
+    """Forward and backward passes of one rank over its share of each batch.
 
-    `spec` describes the training, `model` is the model in training, and `ranks` knows which process this is. `rows` are
-    the rows of the whole training data.
+    `spec` describes the training, `model` is the model in training, `rows` are all rows of the training data, and
+    `ranks` has the rank of this process.
     """
 
     def __init__(self, spec: FinetuneSpec, model: TrainedModel, rows: Examples, ranks: _Ranks) -> None:

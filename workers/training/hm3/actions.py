@@ -6,7 +6,7 @@ distribution. The module `wolpertinger` chooses a step near this point. With CAT
 allowed steps. The logit of a step is the product of the policy network's output with the step's embedding.
 
 If layers have scales (factors on the residual stream after a layer), a proto-action has one more number: the scale of
-the last layer, as a position in the range of scales.
+the path's newest layer, as a number from -1 (lowest scale) to 1 (highest scale).
 
 Axes: B paths of a batch, T steps of a path, A possible steps (the pool's layers, and the end), D numbers of a
 proto-action, E dimensions of an embedding (D is E + 1 if layers have scales, otherwise E), H numbers of a state.
@@ -74,15 +74,16 @@ def distribution(
 
 
 def followed(proto_BD: Tensor, taken_BE: Tensor, places_B: Tensor) -> Tensor:
-    """Proto-actions [B, D] for one given step in each of B episodes, as if the policy had chosen the steps itself.
+    """Proto-actions [B, D] with which the policy would have chosen the given steps, one step in each of B episodes.
 
-    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step. Some paths are given
-    instead, and the policy learns from them by these proto-actions. A proto-action is a point in the E-dimensional
-    space of the steps' embeddings. Here the point is the embedding of the given step, in `taken_BE`.
+    In an episode, a policy builds a layer path (sequence of layers of a new model) step by step: it draws a
+    proto-action, a point in the E-dimensional space of the steps' embeddings, and chooses a step near it. Some paths
+    are given instead, and the policy learns from these proto-actions. Each is the embedding of the given step, from
+    `taken_BE`.
 
-    If layers have scales, a proto-action has one more number (D = E + 1, otherwise D = E): the scale of the path's last
-    layer, as a position in the range of scales. `places_B` has this position. If it is NaN, because no scale was given,
-    the number is copied from `proto_BD`, the policy's own proto-action.
+    If layers have scales, a proto-action has one more number (D = E + 1 instead of E), which determines the scale of
+    the path's last layer before this step. `places_B` has this number. Where it is NaN, because no scale was given, the
+    number is copied from `proto_BD`, the policy's own proto-action.
     """
     own = proto_BD[:, taken_BE.shape[1] :]
     return torch.cat([taken_BE, torch.where(places_B[:, None].isnan(), own, places_B[:, None])], dim=1)
@@ -128,7 +129,7 @@ class LegalSteps:
         return int(self._table.sum(dim=2).max())
 
     def before(self, steps_BT: Tensor) -> Tensor:
-        """Find the steps that were allowed at each point of several layer paths, as bool [B, T, A].
+        """Find the steps that were allowed in place of each step of several layer paths, as bool [B, T, A].
 
         A layer path is a sequence of layers of several models; each layer is a step of the path. `steps_BT` [B, T] are
         the T steps of each of B paths. There are A possible steps: all layers of all models, and the end of the path.

@@ -56,8 +56,8 @@ class Episode:
     - `steps`: [T], the indices of the T steps, including the end of the path if the policy chose it
     - `protos`: [T, D], the proto-actions. Every possible step has an embedding, a point in D dimensions. For each step
       of the path the policy drew a point, and could choose between the steps with the nearest embeddings. If layers
-      have scales, a proto-action has one more number: the scale of the layer before the step, as a position in the
-      range of scales.
+      have scales, a proto-action has one more number: the scale of the layer before the step, as a number from -1
+      (lowest scale) to 1 (highest scale).
     - `log_densities`: [T], the log densities of these points under the policy that built the episode
     - `path`: the steps without the end
     - `scales`: the scales of all layers but the last, if layers have scales
@@ -175,12 +175,14 @@ def play(
 def _random_numbers(
     networks: Networks, roles: Sequence[Role], *, seed: int | str, action: Action
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Draw all random numbers for building the episodes of `roles`, as three tensors.
+    """Draw all random numbers for building B episodes, as three tensors.
 
-    `networks` has the sizes of the policy, and `seed` determines all numbers. There are B episodes of at most T steps.
+    `roles` has the settings of each episode, and `seed` determines all numbers. T is the largest number of steps of an
+    episode. `networks` has T, and the number D of coordinates of a proto-action, a point that the policy draws among
+    the embeddings of steps.
 
-    - The first tensor, [B, T, D], displaces proto-actions: points with D numbers that the policy draws among the
-      embeddings of steps. Its numbers are normally distributed, and multiplied by the role's `noise`.
+    - The first tensor, [B, T, D], displaces proto-actions. Its numbers are normally distributed, and multiplied by the
+      role's `noise`.
     - The second tensor, [B, T, 2], has two uniform numbers for each step: one decides whether the step is drawn at
       random, and the other decides which step is drawn.
     - The third tensor, [B, T, A], has numbers of a Gumbel distribution, multiplied by the role's `noise`. A is the

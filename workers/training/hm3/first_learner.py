@@ -2,8 +2,8 @@
 
 This learner differs from the learner of the module `learner` in three points:
 
-- The ratios of PPO refer to the networks that built the episodes, which are one update older. The ratios are outside
-  PPO's clip almost always, so the clip has no effect.
+- PPO's ratios compare the policy with the networks that built the episodes, which have missed the last update.
+  Therefore most ratios are outside PPO's clip even before the first step, and the clip limits nothing.
 - Policy network, value network and encoder have one optimizer, and learn in the same steps.
 - The reward of each step of an episode is an equal share of the outcome.
 """
@@ -36,8 +36,7 @@ __all__ = ["FirstLearner"]
 class FirstLearner(BaseLearner):
     """The PPO learner of version 1 of the searcher `hm3`, in which all networks have one common optimizer.
 
-    Its arguments are those of the base class: the models and limits of layer paths, statistics of the layers' weights,
-    options, and a seed.
+    Its arguments are those of the base class.
     """
 
     def __init__(
@@ -71,10 +70,10 @@ class FirstLearner(BaseLearner):
     def losses(self, batch: EpisodeBatch, advantages_BT: Tensor, recalled: Memory) -> Losses:
         """Compute PPO's losses for one mini-batch: of the policy on `batch`, of the value network on `recalled`.
 
-        In an episode, a policy builds one layer path (the sequence of layers of a new model). `batch` has episodes that
-        the present policy has built, and `advantages_BT` are the advantages of their steps. `recalled` has remembered
-        episodes, of the present policy or of earlier ones. For each state, the value network learns to predict the
-        outcome of the whole path.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model). `batch` has episodes of
+        the current iteration, and `advantages_BT` are the advantages of their steps. `recalled` has remembered episodes
+        of this and earlier iterations. For each state, the value network learns to predict the outcome of the whole
+        path.
         """
         options = self.options
         networks = self.networks

@@ -48,7 +48,7 @@ class LearnerOptions:
     `clip` and `gae_lambda` have the values that HM3's authors state. The values of all other options were chosen for
     this project.
 
-    - `clip`: PPO's limit on the change of a ratio of densities
+    - `clip`: PPO's clip range (epsilon) for the ratio of the new policy's density to the old policy's density
     - `gamma`: the discount factor
     - `gae_lambda`: the lambda of generalized advantage estimation
     - `value_coefficient`, `entropy_coefficient`: the factors of the value network's loss, and of the policy's entropy
@@ -84,7 +84,7 @@ class UpdateStatistics:
       policy network
     - `clipped`: the share, in [0, 1], of the steps whose ratio was outside PPO's clip after this training
     - `drift`: the KL divergence between the policy after this training and the policy at the end of the update. In
-      between, the training of the value network changes the encoder that both networks share.
+      between, the training of the value network changes the encoder, on which the policy also depends.
     - `policy_steps`: the number of gradient steps of the policy network
 
     In studies of version 1 of the searcher, `kl` is the mean over mini-batches, and `clipped`, `drift` and
@@ -219,17 +219,11 @@ class BaseLearner(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """State of a subclass, such as its optimizers, which is saved together with the state of this base class.
-
-        The keys are the keys in the saved state.
-        """
+        """What a subclass saves beside the state of this base class, such as its optimizers, keyed by name."""
 
     @abstractmethod
     def _restore(self, state: Mapping[str, Any]) -> None:
-        """Restore the state of a subclass, such as its optimizers, from the saved state of a learner.
-
-        `state` is the saved state, a mapping.
-        """
+        """Restore what a subclass saves, such as its optimizers, from `state`, the saved state of a learner."""
 
     # -- for all versions ------------------------------------------------------------------------------------------
 
@@ -267,10 +261,12 @@ class Learner(BaseLearner):
     encoder's states, which the policy network reads. Therefore the policy network is trained to draw the same actions
     from the new states.
 
-    The outcome is the reward of the last step. For each state, the value network predicts the outcome times gamma^n,
-    where gamma is the discount factor and n is the number of steps that are left.
+    For each state, the value network predicts the outcome times gamma^n, where gamma is the discount factor and n is
+    the number of steps that are left. The outcome belongs to the state after the last step, so the reward of the last
+    step is the outcome times gamma.
 
-    The constructor has the arguments of the base class.
+    The constructor has the arguments of the base class, and `discounts_end`. If it is False, the reward of the last
+    step is the outcome itself, as in versions 2 and 3 of the searcher, which favour an early end if gamma is below 1.
     """
 
     def __init__(
@@ -281,8 +277,10 @@ class Learner(BaseLearner):
         *,
         seed: int | str,
         descriptors: Tensor | None = None,
+        discounts_end: bool = True,
     ) -> None:
         super().__init__(paths, networks, options, seed=seed, descriptors=descriptors)
+        self._discounts_end = discounts_end
         self._legal = LegalSteps(paths)
         rate = options.learning_rate
         self._optimizers = {
@@ -320,11 +318,10 @@ class Learner(BaseLearner):
     ) -> tuple[list[Tensor], list[Tensor], float, float]:
         """Train the policy network on `batch`, the episodes of one iteration.
 
-        In an episode, a policy builds one layer path (the sequence of layers of a new model); an iteration is the group
-        of episodes between two updates. `advantages_BT` are the advantages of the episodes' steps. `order` is the
-        random number generator that draws mini-batches. Returns the policy's losses and entropies, with one number for
-        each step of the optimizer; the KL divergence between the policies before and after the training; and the share
-        of steps whose probability ratio is outside PPO's clip after the training.
+        In an episode, a policy builds one layer path (the sequence of layers of a new model), step by step.
+        `advantages_BT` are the advantages of the steps. `order` is the random number generator that draws mini-batches.
+        Returns the loss and the entropy in each mini-batch; the KL divergence between the policies before and after the
+        training; and the share of the episodes' steps whose probability ratio is outside PPO's clip after the training.
         """
         options, is_step = self.options, batch.is_step
         taken = batch.steps if options.action is Action.CATEGORICAL else batch.protos
@@ -413,7 +410,7 @@ class Learner(BaseLearner):
         advantages = torch.zeros(batch.steps.shape)
         for row, length in enumerate(batch.lengths):
             rewards = torch.zeros(length)
-            rewards[-1] = outcomes[row]
+            rewards[-1] = outcomes[row] * (options.gamma if self._discounts_end else 1.0)
             advantages[row, :length] = gae(
                 rewards, values[row, :length], gamma=options.gamma, lambda_=options.gae_lambda
             )

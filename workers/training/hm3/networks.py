@@ -30,8 +30,8 @@ class NetworkOptions:
       the networks can be used for other models with the same number of layers
     - `sees_preference`: whether the preference vector (weights of the objectives) is an input of the policy network and
       the value network
-    - `scales`: whether layers have scales, so that the policy network has one more output: the scale of the path's last
-      layer, as a position in the range of scales
+    - `scales`: whether layers have scales, so that the policy network has one more output: the scale of the path's
+      newest layer, as a number from -1 (lowest scale) to 1 (highest scale)
     """
 
     num_objectives: int = 1
@@ -87,11 +87,11 @@ class Networks(nn.Module):
 
     @torch.no_grad()
     def measure(self, outcomes_BK: Tensor) -> None:
-        """Set the mean and the standard deviation of outcomes; the value network's outputs are scaled to them.
+        """Set the mean and the standard deviation to which the value network's outputs are scaled.
 
-        The value network predicts outcomes: the scores of an episode's layer path (sequence of layers) in each
-        objective. `outcomes_BK` [episodes, objectives] are the first known outcomes; their mean and standard deviation
-        are computed for each objective.
+        They are computed, for each objective, from `outcomes_BK` [episodes, objectives], the first known outcomes. An
+        outcome is the score of an episode's layer path (sequence of layers) in an objective; the value network predicts
+        it.
         """
         self.centre.copy_(outcomes_BK.mean(dim=0))
         self.spread.copy_(outcomes_BK.std(dim=0, unbiased=False).clamp(min=SMALLEST_SPREAD))
@@ -123,13 +123,12 @@ class Networks(nn.Module):
         return states
 
     def proto(self, states: Tensor, preference_K: Tensor) -> Tensor:
-        """Mean of the actions that the policy draws in each of several states: [..., D].
+        """Mean of the proto-actions that the policy draws in each of several states: [..., D].
 
-        An action (proto-action) is a point in the space of the steps' embeddings; the next step (layer) of a layer path
-        is chosen near this point. If layers have scales, an action has one more number: the scale of the last layer of
-        the path so far, as a position in the range of scales. In equation 16 of the HM3 paper, a separate network
-        computes the scale; here the scale is an output of the policy network. `states` [..., H] are states of the
-        encoder, with H numbers each. `preference_K` has the weight of each objective.
+        A proto-action is a point in the space of the steps' embeddings; the next step of a layer path is chosen near
+        this point. If layers have scales, a proto-action has one more number, from which the scale of the path's newest
+        layer follows. (In equation 16 of the HM3 paper, a separate network computes the scale.) `states` [..., H] are
+        outputs of the encoder, and `preference_K` has the weight of each objective.
         """
         found: Tensor = self.policy(self._seen(states, preference_K))
         return found

@@ -50,11 +50,11 @@ def gae(rewards_T: Tensor, values_T: Tensor, *, gamma: float, lambda_: float) ->
 
 
 def remaining_shares(num_steps: int, *, gamma: float) -> Tensor:
-    """Discounted share of an episode's outcome that is given as rewards from each step on.
+    """For each step of an episode, the discounted sum of the rewards from this step on, as a share of the outcome: [T].
 
-    In an episode, a policy builds a sequence of layers step by step, and the outcome is the score of the new model. The
-    reward of each of the T = `num_steps` steps is the outcome divided by T. Therefore the share before step t is (1 /
-    T) sum_{j >= t} gamma^(j - t), where gamma is the discount factor. The result is [T].
+    In an episode, a policy builds a sequence of layers step by step, and the outcome is the score of the new model.
+    Each of the T = `num_steps` steps has the reward outcome / T. The share at step t is therefore (1 / T) sum_{j >= t}
+    gamma^(j - t), where gamma is the discount factor.
     """
     return gae(torch.full((num_steps,), 1.0 / num_steps), torch.zeros(num_steps), gamma=gamma, lambda_=1.0)
 

@@ -31,6 +31,9 @@ __all__ = ["PolicyTraining", "PolicyTrainingOptions"]
 # Episodes that are played for a proposal, because a policy repeats paths.
 TRIES = 16
 
+# The first version of the searcher that discounts the outcome for the last step of a path, too.
+FIRST_WITH_DISCOUNTED_END = 4
+
 
 @dataclass(frozen=True)
 class PolicyTrainingOptions:
@@ -42,15 +45,14 @@ class PolicyTrainingOptions:
     - `k`: the number of candidates for each step of a layer path
     - `exploration`, `explored`: the probability of drawing a step at random decreases linearly from 1 to `exploration`
       over the `explored` iterations of a policy after its warm-up
-    - `draws_paths`: whether random choices are made for whole paths. Then all paths of the warm-up are drawn at
-      random from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations.
-      In all other paths, single steps are drawn at random with the probability `exploration`.
+    - `draws_paths`: whether random choices are made for whole paths. Then all paths of the warm-up are drawn at random
+      from the search space; afterwards the share of such paths decreases to zero over the `explored` iterations. In all
+      other paths, single steps are drawn at random with the probability `exploration`.
     - `is_conditioned`: whether a single policy has the preference vector (weights of the objectives) as an input;
       otherwise there is a policy for each vector
-    - `learns`: whether policies learn; otherwise the policies with which the search began build all episodes, for each
-      preference vector in turn
-    - `version`: the version of the searcher `hm3` with which the search was begun. Policies of version 1 learn by the
-      class `FirstLearner`, and policies of different searches may have the same random numbers.
+    - `learns`: whether policies learn; if not, the initial policies build all episodes
+    - `version`: the version of the searcher `hm3` with which the search was begun. In version 1, policies learn by the
+      class `FirstLearner`, and searches with different seeds may share random numbers.
     """
 
     episodes: int = 16
@@ -61,7 +63,7 @@ class PolicyTrainingOptions:
     draws_paths: bool = False
     is_conditioned: bool = False
     learns: bool = True
-    version: int = 3
+    version: int = 4
     learner: LearnerOptions = field(default_factory=LearnerOptions)
     networks: NetworkOptions = field(default_factory=NetworkOptions)
 
@@ -144,10 +146,10 @@ class PolicyTraining:
     def num_needed(self, number: int) -> int:
         """Number of iterations whose outcomes must be known before episode `number` can be built.
 
-        An iteration is a group of episodes (sequences of layers that a policy builds). The policy must first have
-        learned from the needed iterations. With a single policy, an episode of iteration i needs the iterations before
-        i - 1; the policy learns from iteration i - 1 later. If several policies take turns, the needed iterations end
-        with the last earlier iteration of the same policy. The result is 0 if policies do not learn.
+        An iteration is a group of episodes (sequences of layers that a policy builds). With a single policy, the
+        episodes of iteration i are built by the policy that has learned from all iterations up to i - 2. If several
+        policies take turns, they are built by a policy that has learned from its own earlier iterations. The result is
+        0 if policies do not learn.
         """
         if not self.options.learns:
             return 0
@@ -185,11 +187,11 @@ class PolicyTraining:
         return self.options.learns and (bool(self._start) or self.turn_of(iteration) >= self.options.warm_up)
 
     def source_of(self, iteration: int, *, newest: int) -> int | None:
-        """Last iteration, up to `newest`, that the policy of `iteration` has learned from; None if it has not learned.
+        """Iteration after which the newest checkpoint of a policy was saved, among iterations up to `newest`.
 
-        An iteration is a group of episodes (sequences of layers that the policy builds). After an iteration, the policy
-        learns from its episodes and is saved as a checkpoint, except during its warm-up. Therefore the checkpoint of
-        the resulting iteration is the policy's state after iteration `newest`.
+        The policy is the one that builds the episodes of `iteration`. An iteration is a group of episodes (sequences of
+        layers that a policy builds). After each of its iterations except the warm-up, the policy learns from the
+        episodes and is saved as a checkpoint. Returns None if there is no checkpoint yet.
         """
         last = newest - (newest - iteration) % self.num_policies
         return last if last >= 0 and self.is_learned_from(last) else None
@@ -231,6 +233,7 @@ class PolicyTraining:
         *,
         paths: Sequence[Path] | None = None,
         scales: Sequence[tuple[float, ...]] = (),
+        vectors: Sequence[int | None] = (),
     ) -> dict[int, Episode]:
         numbers = self.numbers_in(iteration)
         is_warm_up = not self._start and not self.is_learned_from(iteration)
@@ -241,6 +244,8 @@ class PolicyTraining:
             if paths is not None:
                 given: Sequence[tuple[float, ...] | None] = scales or (None,) * len(paths)
                 roles = [replace(r, path=path, scales=s) for r, path, s in zip(roles, paths, given, strict=True)]
+                own = [None if each is None else self.preferences[each] for each in vectors or [None] * len(paths)]
+                roles = [replace(r, preference=each or r.preference) for r, each in zip(roles, own, strict=True)]
             return {each.number: each for each in self._built(learner, roles, k=k)}
         found: dict[int, Episode] = {}
         for policy in range(self.num_policies):
@@ -272,16 +277,19 @@ class PolicyTraining:
         *,
         paths: Sequence[Path] | None = None,
         scales: Sequence[tuple[float, ...]] = (),
+        vectors: Sequence[int | None] = (),
         restarts: bool = False,
     ) -> UpdateStatistics | None:
         """Update the policy of an iteration with the outcomes of its episodes, and save the policy's checkpoint.
 
-        `outcomes_BK` [episodes, objectives] are the outcomes, from which the price of the paths' lengths is already
-        subtracted. `paths` are the layer paths (sequences of layers) that were scored, and `scales` are the scales of
-        their layers, if layers have scales; if `paths` is None, the paths of the episodes were scored. A scored path
-        can differ from its episode's path, for example if the searcher scored a mutant (a random change of the best
-        path) instead. The policy then learns from the scored path. Episodes that another process built are built again,
-        with the same result. With `restarts`, the policy network is reinitialised before the update.
+        `outcomes_BK` [episodes, objectives] are the outcomes, from which a price for the length of the path is already
+        subtracted. `paths` has the layer path (sequence of layers) that was scored for each episode; None means the
+        path that the episode built. A searcher may score another path, for example a mutant (a random change of the
+        best path); the policy then learns from the scored path. `scales` has the scales of each path's layers, if
+        layers have scales. `vectors` has, for each episode, the index of the preference vector (weights of the
+        objectives) for which the policy learns from the scored path; None means the episode's own vector. Only a policy
+        that has the vector as an input can learn for another vector. With `restarts`, the policy network is
+        reinitialised before the update. Episodes that another process built are built again, with the same result.
 
         Returns None if the policy does not learn from this iteration, for example during the warm-up.
         """
@@ -292,7 +300,7 @@ class PolicyTraining:
         told = own if paths is None else [*zip(paths, scales or [()] * len(paths), strict=True)]
         if own != told:
             source = self.source_of(iteration, newest=iteration - 2)
-            given = self._play(iteration, source, paths=paths, scales=scales).values()
+            given = self._play(iteration, source, paths=paths, scales=scales, vectors=vectors).values()
             # From version 3 on, episodes with the path that the policy built keep their proto-actions.
             keeps = [self.options.version > 2 and each == other for each, other in zip(own, told, strict=True)]
             episodes = [old if k else new for k, old, new in zip(keeps, episodes, given, strict=True)]
@@ -310,8 +318,8 @@ class PolicyTraining:
         """Build up to `count` distinct layer paths with a saved policy for a preference vector, without learning.
 
         A layer path is the sequence of layers of a new model. `content` is the policy's checkpoint. `preference` has
-        the weights of the objectives. The first path is the one that the policy prefers. In the other paths, each step
-        is drawn at random with the lowest probability of random steps in a search (option `exploration`).
+        the weights of the objectives. The first path is the one that the policy prefers. In the other paths, some steps
+        are drawn at random: each with the probability `exploration` of the options.
         """
         learner = self._new(0)
         learner.restore(content)
@@ -357,6 +365,7 @@ class PolicyTraining:
         if options.version == 1:
             return FirstLearner(self.paths, options.networks, options.learner, seed=self._seed + policy, **given)
         seed = self._stream(f"policy {policy}")
+        given |= {"discounts_end": options.version >= FIRST_WITH_DISCOUNTED_END}
         return Learner(self.paths, options.networks, options.learner, seed=seed, **given)
 
     def _learner(self, iteration: int, source: int | None) -> BaseLearner:

@@ -1,6 +1,6 @@
-"""CUDA kernel that adds MergOPT's noise to one tensor, with the same bits as the function `noise.add_plainly`.
+"""CUDA kernel that adds MergOPT's noise to one tensor; its results are bit-identical to those of `noise.add_plainly`.
 
-Without a device, the kernel runs in Triton's interpreter, where it is tested in float32.
+Tests on machines without a GPU run the kernel in Triton's interpreter, in float32.
 """
 
 from __future__ import annotations

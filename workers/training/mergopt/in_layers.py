@@ -7,8 +7,7 @@ tensors of one checkpointed part of the model. A sharded parameter (FSDP2) gets 
 noise is the same as without shards. If the parameter is gathered in bfloat16, the noise is added after rounding to
 bfloat16.
 
-A parameter has noise only where the module that owns it reads it, not where other modules read it. Autocast keeps casts
-of weights, as it does without noise.
+If a module reads a parameter of another module, it reads the parameter without noise.
 """
 
 from __future__ import annotations
@@ -33,10 +32,9 @@ def offset_in_layers(
 ) -> Iterator[None]:
     """Context manager in which passes of `model` use its parameters plus noise, forward and backward.
 
-    `parts` are the parts of parameters that this process holds; their parameters get noise. `tables` has, for each
-    device, the quantiles of the noise's distribution; the noise of an element is one of the quantiles, which a hash of
-    the element's index and of `key` selects (function `noise.draw_key`). Raises ValueError if `model` lacks one of the
-    parameters.
+    `parts` are the parts of parameters that this process holds; only parameters in `parts` get noise. `tables` has, for
+    each device, the quantiles of the noise's distribution. A hash of `key` and of an element's index selects the
+    quantile that is the element's noise. Raises ValueError if `model` lacks one of the parameters.
     """
     known = {id(part.parameter): part for part in parts}
     owners: list[tuple[torch.nn.Module, dict[str, Part]]] = []
@@ -91,9 +89,8 @@ class _Read(NamedTuple):
 class _Draw:
     """Noise of one optimizer step, which is added to parameters when layers read them.
 
-    The object also has a table of the tensors that currently have this noise, by the address of their memory. The
-    backward pass computes such a tensor again, so that no copy of it is saved. `tables` has the quantiles of the
-    noise's distribution for each device; `key` determines the random numbers.
+    Noisy parameters are not saved for the backward pass, which computes them again. `tables` has the quantiles of the
+    noise's distribution on each device; `key` is the seed of the random numbers.
     """
 
     def __init__(self, tables: Mapping[torch.device, torch.Tensor], key: int) -> None:

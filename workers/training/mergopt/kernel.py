@@ -1,4 +1,4 @@
-"""Compiled CPU kernel that adds MergOPT's noise with the bits of `noise.add_plainly`, several times as fast."""
+"""Compiled CPU kernel that adds MergOPT's noise, bit-identical to `noise.add_plainly` and several times as fast."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ parameters:
 Here theta are the parameters, L is the loss, and z is a random task vector with the scale b. The simulated merge has K
 models, at most K_max, and the coefficient alpha from the set A.
 
-The implementation follows the paper's text, not its published code. The code differs from the text in three points: b
+The implementation follows the paper's text, not its published code, which differs from the text in three points: b
 is 0.01 by default (the paper: 0.0005), a closure's gradients are added up over two backward passes, and the last update
 uses the gradient at the offset.
 """
@@ -45,9 +45,9 @@ EXPERTS = "task_vectors"  # in the state: the digest of the task vectors of whic
 
 @dataclass(frozen=True)
 class Draw:
-    """The merge that one optimizer step simulates: `num_models` experts with random task vectors.
+    """The merge that one optimizer step simulates: of the trained model with `num_models` - 1 other models.
 
-    `alpha` is the coefficient of all task vectors. `key` is the seed of the random elements of the task vectors.
+    `alpha` is the coefficient of all task vectors. `key` is the seed from which the random task vectors are drawn.
     """
 
     alpha: float
@@ -56,7 +56,7 @@ class Draw:
 
     @property
     def factor(self) -> float:
-        """Factor on the random task vectors in the offset added to parameters: field `num_models` * field `alpha` - 1.
+        """Factor on the random task vectors in the offset added to parameters: `num_models` * `alpha` - 1.
 
         The offset simulates a merge. The factor is (K alpha - 1) in algorithm 1 of the MergOPT paper.
         """
@@ -161,9 +161,8 @@ class MergOPT(OptimizerWrapper):
 
         A training step simulates a merge, whose random settings are the draw that the context yields. Without given
         experts, the offset is (K alpha - 1) z: K is the number of merged models, alpha is their coefficient, and z is a
-        random vector that stands for the task vector of each model. With given experts (module `task_vectors`), the
-        offset is the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts
-        are nested.
+        random vector with the distribution of a task vector. With given experts (module `task_vectors`), the offset is
+        the change that a merge with these experts makes to the parameters. Raises RuntimeError if contexts are nested.
         """
         if self._is_offset:
             raise RuntimeError("mergopt: offset() within offset()")
@@ -287,10 +286,8 @@ class MergOPT(OptimizerWrapper):
 def _check_fit(noise: TaskVectors, parts: Sequence[Part], *, in_layers: bool) -> None:
     """Raise ValueError if offsets cannot be made of the task vectors `noise` for the parameters `parts`.
 
-    MergOPT adds offsets to the parameters, to simulate merges with given experts. The task vectors of these experts
-    must have the same shapes as `parts`, in the same order. `in_layers` says whether offsets are added where layers
-    read their parameters, to save a copy of the parameters. `in_layers` must be False, because offsets of task vectors
-    need this copy.
+    The task vectors must have the same shapes as `parts`, in the same order. Offsets of task vectors also need a copy
+    of the parameters, so `in_layers` (offsets are added where layers read parameters, without a copy) must be False.
     """
     if in_layers:
         raise ValueError("mergopt: offsets of task vectors need a copy; leave `model` out")

@@ -65,10 +65,10 @@ class SharpnessAware(OptimizerWrapper):
 
     @torch.no_grad()
     def _ascent(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """This rank's parts of the parameters with a gradient, each with its offset for the second gradient.
+        """Pairs of a parameter (this rank's part of it) and an offset, in whose direction the loss rises.
 
-        The second gradient of an update is computed at the parameters plus the offset, in whose direction the loss
-        rises. The result is empty if all gradients are 0, or if no parameter has a gradient.
+        SAM computes a second gradient at the parameters plus these offsets. The result is empty if all gradients are 0,
+        or if no parameter has a gradient.
         """
         moved = [p for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not moved:

@@ -54,7 +54,7 @@ class TangentModel(torch.nn.Module):
 
 
 class LinearizedModel:
-    """Adapter that gives a linearized model the interface of a transformers model for scoring.
+    """Wrapper that gives a linearized model the interface of a transformers model for scoring.
 
     `tangent` is the linearized model. It is linear in the weights of its attribute `model`, and is evaluated at their
     values at the time of a call. Calls compute no gradients. A linearized model has no KV cache; instead, the argument

@@ -73,9 +73,10 @@ class TaskVectors:
     def add(self, parameters: Sequence[torch.Tensor], *, alpha: float, num_models: int, key: int) -> None:
         """Change `parameters` in place as a merge of `num_models` models with coefficient `alpha` would change them.
 
-        The other models of the merge are randomly drawn experts, and `key` is the seed of the draw. If the field
-        `origin` has the base's parameters, the result is the merge by task arithmetic. Otherwise an offset is added to
-        each parameter: the task vector of one expert, times `num_models` * `alpha` - 1.
+        If the field `origin` has the base's parameters, the result is the merge, by task arithmetic, of the trained
+        model and `num_models` - 1 randomly drawn experts. Otherwise each parameter is changed by an offset that
+        approximates such a merge: the task vector of one randomly drawn expert, times (`num_models` * `alpha` - 1).
+        `key` is the seed of the draws.
         """
         rng = random.Random(f"task vectors {key}")
         if self.origin is None:

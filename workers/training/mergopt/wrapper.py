@@ -1,4 +1,7 @@
-"""Base class of optimizers that wrap another optimizer, and share its parameter groups and state with schedulers."""
+"""Base class of optimizers that wrap another optimizer, and use its parameter groups and state as their own.
+
+A learning-rate scheduler can therefore be given the wrapper.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Migration: adds the position, in an OpenTelemetry trace, of the request that created a job."""
+"""Migration: adds a column for the OpenTelemetry trace and span of the request that created a job."""
 
 import sqlalchemy as sa
 from alembic import op

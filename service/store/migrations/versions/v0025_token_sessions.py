@@ -1,4 +1,4 @@
-"""Migration: adds the API token with which a session of a browser was begun."""
+"""Migration: adds a column for the API token with which a session of a browser was begun."""
 
 import sqlalchemy as sa
 from alembic import op

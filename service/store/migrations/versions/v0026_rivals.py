@@ -1,4 +1,4 @@
-"""Migration: adds the rival of a trial that a scheduler stopped: the trial that was better."""
+"""Migration: adds a column for the rival of a stopped trial, the better trial because of which it was stopped."""
 
 import sqlalchemy as sa
 from alembic import op

@@ -1,4 +1,4 @@
-"""Migration: adds a table of small pictures of samples, which all trials of a study share."""
+"""Migration: adds a table of small versions of the pictures in samples, which all trials of a study share."""
 
 import sqlalchemy as sa
 from alembic import op

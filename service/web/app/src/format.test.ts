@@ -21,6 +21,8 @@ test('counts have separators, durations two units', () => {
 test('parameters are shown by their types, and missing ones as nothing', () => {
   const shown = [3, 0.123456, 'base', true, [1, 2], undefined].map(parameterValue)
   expect(shown).toEqual(['3', '0.123', 'base', 'true', '[1,2]', ''])
+  const small = [0.000286123, -0.0123456, 0.05, 2.5e-8, -2].map(parameterValue)
+  expect(small).toEqual(['0.000286', '−0.0123', '0.05', '2.5e−8', '−2'])
 })
 
 test('marks of axes have all digits, separators and a real minus', () => {

@@ -18,9 +18,18 @@ export const setDecimals = (chosen: number) => localStorage.setItem(DECIMALS, `$
 /** A metric with three decimals, or as many as are chosen; nothing for a missing value. */
 export const value = (x: number | null | undefined) => (x == null ? '' : minus(x.toFixed(decimals())))
 
-/** The value of a parameter of a search space, which may also be a text, a truth value or a list. */
+// From here down, the first digits of a number say more than its first decimals.
+const SMALL = 0.1
+
+/**
+ * The value of a parameter of a search space, which may also be a text, a truth value or a list. A small number has as
+ * many digits as a metric has decimals: parameters may span decades.
+ */
 export function parameterValue(given: unknown): string {
-  if (typeof given === 'number') return Number.isInteger(given) ? String(given) : value(given)
+  if (typeof given === 'number') {
+    if (Number.isInteger(given)) return minus(String(given))
+    return Math.abs(given) < SMALL ? minus(String(Number(given.toPrecision(decimals())))) : value(given)
+  }
   return typeof given === 'string' ? given : (JSON.stringify(given) ?? '')
 }
 

@@ -21,6 +21,34 @@ test('a coefficient of a whole layer is that of each component', () => {
   ])
 })
 
+test('a coefficient that all components share is that of each tensor', () => {
+  const components = ['attention', 'mlp', 'norm']
+  const whole = [
+    ...components.map((part) => at('math', 0, part, 0.5)),
+    ...components.map((part, k) => at('math', 1, part, k)),
+    at('math', null, 'embedding', 0.5),
+    at('math', null, 'head', 0.5),
+  ]
+  const single = [
+    at('math', 0, 'self_attn.k_proj', 0.75),
+    at('math', 0, 'mlp.up_proj', -0.25),
+    at('math', 1, 'mlp.up_proj', 2),
+    at('math', null, 'model.embed_tokens', 1),
+  ]
+  const said = (a: typeof whole, b: typeof whole) =>
+    differences(a, b)
+      .cells.filter(({ difference }) => difference !== null)
+      .map(({ row, column, difference }) => [row, column, difference])
+  expect(said(whole, single)).toEqual([
+    ['math self_attn.k_proj', '0', -0.25],
+    ['math mlp.up_proj', '0', 0.75],
+    ['math', 'model.embed_tokens', -0.5],
+  ])
+  expect(said(single, whole).map(([, , difference]) => difference)).toEqual([0.25, -0.75, 0.5])
+  expect(differences(whole, whole).cells).toHaveLength(8)
+  expect(differences(whole, [at('math', 0, 'self_attn.k_proj', 1)]).across).toEqual(['0', '1', 'embedding', 'head'])
+})
+
 test('recipes without coefficients have no cells', () => {
   expect(differences([], []).cells).toEqual([])
 })

@@ -242,6 +242,28 @@ def test_failed_last_check_resumes_the_study(
     store.close()
 
 
+def test_gradients_free_their_gpu_before_verification(
+    record: JobRecord, preflight: PreflightResult, directory: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Verification finds a GPU only if the gradients of the search no longer hold it."""
+    order: list[str] = []
+    proposer = SimpleNamespace(release=lambda: order.append("released"))
+    monkeypatch.setattr("service.tune.proposing.ray_proposer.RayProposer", lambda **_: proposer)
+    monkeypatch.setattr("service.tune.ray_tune.run_evaluations", lambda *_, **__: None)
+    attempt = "service.jobs.search.attempt"
+    monkeypatch.setattr(f"{attempt}.best_trial", lambda *_: SimpleNamespace(number=0, values={}))
+    monkeypatch.setattr(f"{attempt}.values_ci95", lambda *_: {})
+    monkeypatch.setattr(f"{attempt}.verify_trials", lambda *_, **__: order.append("verified"))
+    monkeypatch.setattr(f"{attempt}._is_closed", lambda _, close: close() is None)
+    store = Store(f"sqlite:///{directory / 'study.db'}")
+    writer = store.open_attempt(record.id)
+    view: Any = SimpleNamespace(update=lambda _: None, note=lambda _: None)
+    place: Any = {"work_dir": directory / "ray", "artifacts": ArtifactStore(store, directory)}
+    execute(store, writer, preflight, FakeScorer(), heartbeat=Heartbeat(writer, 0.0), view=view, **place)
+    assert order == ["released", "verified"]
+    store.close()
+
+
 # Alignments.
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -19,6 +20,7 @@ from service.jobs.search.plan_document import plan_document
 from service.schemas.json_schemas import schemas
 from service.studies.planning.chart import chart_values
 from service.studies.planning.named import profile_named
+from service.studies.planning.plan import StudyPlan
 from tests.service.studies.planning.examples import EXAMPLES, Example, example_study
 
 pytestmark = pytest.mark.slow  # shapes of large models are built, and vLLM is asked about them
@@ -118,6 +120,75 @@ def test_parts_add_up_to_what_is_compared(planned: Planned) -> None:
         if not placed.lacks:
             assert placed.gpu_bytes <= placed.gpu_capacity * 1.001
             assert placed.host_bytes <= placed.host_capacity
+
+
+def test_tight_gpus_serve_few_texts_and_merge_on_the_cpu(planned: Planned) -> None:
+    """On 24 GB an 8B engine keeps the room of a few texts, and its parts are no more than the GPU has."""
+    placed = planned("Llama-3-8B, 3 full experts", profile="rtx4090x2", engine={}).machine.placement
+    assert not placed.lacks
+    assert placed.gpu_bytes <= placed.gpu_capacity
+    assert 10 <= placed.texts <= 16
+    merging = next(part for part in placed.parts if part.name.startswith("merging one tensor"))
+    assert merging.place == "each GPU; larger ones on the CPU"
+
+
+def test_a_gpu_without_an_engine_verifies(planned: Planned) -> None:
+    """Verification is planned on a GPU that is free after the search, if a merge in float32 fits into it."""
+    name = "Llama-3-8B, 3 full experts"
+
+    def of(**changes: Any) -> tuple[str, float]:
+        plan = planned(name, **changes).machine
+        place = next(part.place for part in plan.placement.parts if part.name == "verification")
+        return place, next(phase.seconds.most for phase in plan.phases if phase.name == "verification")
+
+    free, full, small = of(), of(engine={"replicas": 8}), of(profile="a100-40gbx8")
+    assert free[0] == "a GPU without an engine, after the search"
+    assert full[0] == small[0] == "host CPU, after the search"
+    assert 4 * free[1] < min(full[1], small[1])
+
+
+def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
+    """Where the CPU computes gradients and verification for long, the plan says with how many engines a GPU would."""
+    name = "Llama-3-8B, 3 full experts"
+    assert planned(name).machine.advice == ()
+    gradients, verification = planned(name, engine={"replicas": 8}).machine.advice
+    said = r"{} .* hours on the CPU, because engines use every GPU: use engine\.replicas: 7"
+    assert re.fullmatch(said.format("gradients take") + r", or search\.algorithm: smac", gradients)
+    assert re.match(said.format("verification takes"), verification)
+    assert planned("70B on one GPU").machine.advice == (), "what does not fit comes first"
+    (large,) = planned("70B, tensor parallel 8", nodes=2).machine.advice
+    assert "because one GPU is too small for it: use fewer of engine.verify's trials and samples" in large
+
+
+def test_gradients_on_another_machine_are_counted(planned: Planned) -> None:
+    """Engines on every GPU of one machine leave gradients to GPUs of another, which the chart must have, too."""
+    plan = planned("70B, tensor parallel 8", nodes=2).machine
+    assert any(part.name == "gradients" and "GPUs of their own" in part.place for part in plan.placement.parts)
+    assert plan.placement.nodes == 2
+    assert plan.placement.engines == 1
+    assert plan.chart["ray"]["gpuGroups"][0]["maxReplicas"] == 2
+    assert planned("Llama-3-8B, 3 full experts", nodes=2).machine.placement.nodes == 1
+
+
+def test_engines_of_paths_hold_a_pool_of_layers(planned: Planned, tmp_path: Path) -> None:
+    """Their weights are those of the pool, their texts many, and a longest merge that does not fit is named."""
+    example = EXAMPLES["Llama-3-8B, 3 full experts"]
+
+    def of(max_layers: int) -> StudyPlan:
+        sections = {"search_space": {"kind": "dis"}, "search": {"algorithm": "smac", "max_trials": 4}}
+        directory = tmp_path / str(max_layers)
+        study = example_study(directory, example, **sections, limits={"max_layers": max_layers})
+        return check(study, directory, metadata_only=True, profile=profile_named("h100x8")).machine
+
+    plan = of(40)
+    weights = plan.placement.parts[0]
+    assert weights.place.endswith("a pool of layers")
+    assert weights.gpu_bytes > 2 * 2 * plan.facts.parameters
+    assert plan.fits
+    assert plan.placement.gpu_bytes <= plan.placement.gpu_capacity
+    assert plan.placement.texts >= 128
+    (lack,) = of(400).lacks
+    assert "paths of up to 400 layers: one layer takes 0.436 GB, and the GPU has room for" in lack
 
 
 def test_cost_is_that_of_the_gpu_hours(planned: Planned) -> None:

@@ -294,8 +294,12 @@ def test_image_gradients_survive_the_actor(ray_cluster: None, inputs: GradientIn
 
 
 @every_loss
-def test_coefficients_survive_the_actor(ray_cluster: None, inputs: GradientInputs) -> None:
+def test_coefficients_survive_the_actor(
+    ray_cluster: None, inputs: GradientInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The gradient along a path is the same from an actor that replaces a dead one."""
+    from service.tune.proposing import ray_gradients
+
     sources = open_sources(inputs.family)
     space = SPACES["hm3"](kind="hm3").build(searched_models(sources, sources.fingerprints))
     assert isinstance(space, RefinableSpace)
@@ -316,6 +320,13 @@ def test_coefficients_survive_the_actor(ray_cluster: None, inputs: GradientInput
     assert len(first) == len(point)
     assert any(first)
     ray.kill(gradients.actor)
+    assert result() == first
+    # An actor that was released does not count as a death, and a later request starts another one.
+    released = gradients.actor
+    gradients.release()
+    with pytest.raises(ray.exceptions.RayActorError):
+        ray.get(released.run.remote(request), timeout=60.0)
+    monkeypatch.setattr(ray_gradients, "MAX_DEATHS", 1)
     assert result() == first
 
 

@@ -16,6 +16,7 @@ from workers.engines.vllm.memory import (
     USABLE_SHARE,
     EngineMemory,
     MemoryRequirements,
+    batched_tokens,
     divide_memory,
     kv_cache_bytes,
     kv_token_bytes,
@@ -91,6 +92,34 @@ def test_placement_of_four_7b_models() -> None:
     assert found.placements == ("gpu", "host", "mapped")
     assert found.gpu_share * H200 == pytest.approx(USABLE_SHARE * H200 - 57.25 * GB, abs=H200 / 1e4)
     assert found.reason == "56.0 GB of sources leave 64.6 GB of the GPU's 150.0 GB for keys and values"
+
+
+def test_logprobs_of_long_prompts_have_memory() -> None:
+    """What vLLM takes for log-probabilities beside its share is left free, where merging a tensor takes less."""
+    one = four(MISTRAL_7B)
+    for gigabytes in range(24, 200):
+        total = gigabytes * GB
+        for logprobs in (GB, 4 * GB):
+            needs = replace(one, logprobs=logprobs)
+            found = divided(needs, total)
+            bank = needs.bank if found.placements[0] == "gpu" else 0
+            # Memory for merging is free while log-probabilities are computed.
+            assert total - GB // 2 - found.gpu_share * total - bank - (1 << 30) >= logprobs
+            if logprobs < needs.scratch:
+                assert found.gpu_share == divided(one, total).gpu_share
+    with pytest.raises(EngineUnavailable, match=r"the engine needs 21\.5 GB, 14\.0 GB of them for weights"):
+        divided(replace(one, logprobs=4 * GB), 21 * GB)
+
+
+def test_long_texts_are_read_in_passes_on_a_gpu(untied_family: Family) -> None:
+    """A pass on a GPU has a limited number of tokens, for whose log-probabilities memory is planned."""
+    assert batched_tokens(2048, is_cpu=False) == batched_tokens(32768, is_cpu=False) == 4096
+    assert (batched_tokens(2048, is_cpu=True), batched_tokens(32768, is_cpu=True)) == (4096, 32768)
+    config = read_config(untied_family.base.directory)
+    long = memory_requirements(open_sources(untied_family), config=config, dtype="bfloat16", max_length=32768)
+    assert long.logprobs == 4096 * config["vocab_size"] * 8
+    assert replace(long, scratch=1).beside == long.logprobs
+    assert replace(long, logprobs=1).beside == long.scratch
 
 
 def test_crowded_gpu_beats_mapped_files() -> None:
@@ -181,6 +210,7 @@ def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> 
         64,
         statistics=needs.statistics,
         recent=needs.recent,
+        logprobs=64 * config["vocab_size"] * 8,
     )
     assert needs.recent == bank.num_bytes // 8
     # Statistics of one expert have 9 bytes for 128 elements, and one more place for each tensor.

@@ -364,6 +364,21 @@ def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Fa
     assert holds(extension, second, tied_family)
 
 
+def test_small_gpu_merges_again_with_the_room_that_it_had(
+    extension: Extension, tied_family: Family, gpu: SimpleNamespace
+) -> None:
+    """A GPU that never had the memory of the largest tensor, which the CPU merges, is tried again all the same."""
+    extension._mergesearch_bank.room_bytes = 10**8
+    gpu.is_full = True
+    extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    gpu.is_full, gpu.free = False, 8 * 10**7
+    extension.apply(arithmetic(tied_family, 0.4, 0.5))
+    assert gpu.devices[-1] == "cpu"
+    gpu.free = 10**8
+    extension.apply(arithmetic(tied_family, 0.5, 0.5))
+    assert gpu.devices[-1] == "cuda"
+
+
 def test_verified_weights_are_those_of_exports(
     extension: Extension, tied_family: Family, gpu: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -14,14 +14,17 @@ from peft import PeftModel
 from PIL import Image
 from safetensors.torch import load_file, save_file
 from transformers import AutoImageProcessor, CLIPModel, CLIPVisionModelWithProjection
+from transformers.models.clip.modeling_clip import CLIPMLP
 
 from search_spaces.baselines import all_baselines
 from search_spaces.errors import InvalidStudy
+from search_spaces.recipe import Merge, Source
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.image_suites import IMAGE_SUITES
 from service.jobs.finetune.request import artifact_bytes, check_finetune_files, check_server_paths
 from tests.vision import CLASSES, clip_tokenizer, image_folder, image_lines, tiny_clip, tiny_vit
 from workers.errors import InvalidModel, InvalidTask
+from workers.evaluation.image_tasks import load_image_task
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.models.family import open_family
@@ -419,3 +422,52 @@ def test_noise_of_experts_is_of_their_vision_towers(place: Path, tmp_path: Path)
         for name, parameter in model.trained.items():
             wanted = base[name] + factor * (other[name] - base[name])
             torch.testing.assert_close(parameter.detach(), wanted, rtol=1e-4, atol=1e-5)
+
+
+def test_losses_of_merges_are_those_of_plain_transformers(place: Path, tmp_path: Path) -> None:
+    """An analysis measures merges of vision towers with the zero-shot heads of the experts' own text towers."""
+    directories = {alias: tiny_clip(tmp_path / alias, seed) for alias, seed in {"left": 6, "right": 7}.items()}
+    experts = {alias: spec_of(place, name=alias) for alias in directories}
+    tasks = {
+        alias: [TaskSpec({"images": str(place / "folder"), "head": alias, "templates": list(TEMPLATES)}, "acc")]
+        for alias in directories
+    }
+    assert IMAGE_TRAINING.lack_of_losses(experts["left"], tasks["left"][0]) is None
+    measured = IMAGE_TRAINING.merge_losses(experts, directories, tasks, samples=12, is_linearized=False)
+    merge = Merge("task_arithmetic", (Source("left"), Source("right")), {"lambda": (0.5, 0.25)})
+    found = measured.report(merge)
+    base = stored(place / "base")
+    vectors = {alias: stored(directory) for alias, directory in directories.items()}
+    for alias, directory in directories.items():
+        model = CLIPModel.from_pretrained(directory)
+        tower = {
+            name: each + 0.5 * (vectors["left"][name] - each) + 0.25 * (vectors["right"][name] - each)
+            for name, each in base.items()
+            if name.startswith(TOWER)
+        }
+        model.load_state_dict(tower, strict=False)
+        task = load_image_task(tasks[alias][0])
+        chosen = list(task.order[12:])
+        labels = torch.tensor([task.images.samples[index].label for index in chosen])
+        logits = plain_logits(place, model, TEMPLATES)[chosen]
+        wanted = float(torch.nn.functional.cross_entropy(logits, labels))
+        assert found.losses[alias] == pytest.approx(wanted, rel=1e-3)
+        assert found.values[alias] == int((logits.argmax(1) == labels).sum()) / len(labels)
+
+
+def test_checkpointing_changes_no_result(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Activations that are computed twice give the same expert and the same adapter."""
+    calls: list[int] = []
+    forward = CLIPMLP.forward
+    monkeypatch.setattr(CLIPMLP, "forward", lambda *inputs: calls.append(1) or forward(*inputs))
+    for adapter in (None, {"rank": 2}):
+        counts, weights = [], []
+        for recomputes in (False, True):
+            calls.clear()
+            out = tmp_path / f"{adapter is None}{recomputes}"
+            run(place, out, adapter=adapter, training={"gradient_checkpointing": recomputes})
+            counts.append(len(calls))
+            (file,) = (out / EXPERT).glob("*.safetensors")
+            weights.append(load_file(file))
+        assert counts[1] > counts[0]
+        assert all(torch.equal(tensor, weights[1][name]) for name, tensor in weights[0].items())

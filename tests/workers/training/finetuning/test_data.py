@@ -78,6 +78,45 @@ def test_conversational_prompt_and_completion(tmp_path: Path, prompts: Prompts) 
     assert prompts.tokenizer.decode(learned) == "w\n"
 
 
+@pytest.mark.parametrize(
+    ("keys", "prompt", "completion"),
+    [
+        (("prompt", "completion"), "{{ prompt }}", "{{ completion }}"),
+        (("question", "answer"), "{{question}}", "{{- answer -}}"),
+    ],
+)
+def test_conversation_under_other_keys(
+    tmp_path: Path, prompts: Prompts, keys: tuple[str, str], prompt: str, completion: str
+) -> None:
+    """Templates that write one key each stand for its messages, however they are written."""
+    prompts.tokenizer.chat_template = TEMPLATE
+    row = {keys[0]: [{"role": "user", "content": "x"}], keys[1]: [{"role": "assistant", "content": "w"}]}
+    (document,) = read_documents(data_of(tmp_path, row, prompt=prompt, completion=completion), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "u:x\na:w\n"
+
+
+@pytest.mark.parametrize(
+    ("row", "templates", "message"),
+    [
+        ({"q": ["a"], "c": "b"}, {"prompt": "{{q}}", "completion": "{{c}}"}, "prompt is a list"),
+        ({"q": "a", "c": {"text": "b"}}, {"prompt": "{{q}}", "completion": "{{ c }}"}, "completion is an object"),
+        ({"q": ["a"], "c": "b"}, {"prompt": "Q: {{q}}", "completion": "{{c}}"}, "a value is a list; expected text"),
+        ({"q": {"r": {"s": "a"}}, "c": "b"}, {"prompt": "{{q.r}}", "completion": "{{c}}"}, "a value is an object"),
+    ],
+)
+def test_lists_and_objects_are_not_written_as_python(
+    tmp_path: Path, prompts: Prompts, row: dict[str, Any], templates: dict[str, str], message: str
+) -> None:
+    with pytest.raises(InvalidTask, match=message):
+        read_documents(data_of(tmp_path, row, **templates), prompts)
+
+
+def test_filters_make_text_of_lists(tmp_path: Path, prompts: Prompts) -> None:
+    data = data_of(tmp_path, {"q": ["a", "b"], "c": {"d": 1}}, prompt="{{q | join}}", completion="{{c | tojson}}")
+    (document,) = read_documents(data, prompts)
+    assert prompts.tokenizer.decode(document.tokens) == '<s>ab{"d": 1}</s>'
+
+
 def test_template_picks_a_key_of_an_object(tmp_path: Path, prompts: Prompts) -> None:
     """A template of its own may read lists and objects, which the default one refuses."""
     row = {"prompt": {"text": "a"}, "completion": "b"}

@@ -174,6 +174,21 @@ def test_an_advantage_does_not_depend_on_the_length_of_the_path() -> None:
     assert found[:, 0].diff().allclose(found[1, 0] - found[0, 0], atol=1e-5)
 
 
+@pytest.mark.parametrize("discounts_end", [True, False])
+def test_outcome_that_was_expected_is_no_advantage(discounts_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the value network knows the outcome, no step has an advantage, the last one neither, as in version 3."""
+    gamma = 0.9
+    own = Learner(PATHS, SMALL, LearnerOptions(gamma=gamma), seed=3, discounts_end=discounts_end)
+    batch = EpisodeBatch.of(episodes_of(own), torch.full((12, 1), 0.5))
+    expected = 0.5 * gamma ** batch.remembered.num_left.clamp(min=0)
+    monkeypatch.setattr(own.networks, "outcomes", lambda *_: expected[:, :, None])
+    monkeypatch.setattr("workers.training.hm3.learner.normalised", lambda advantages, _: advantages)
+    found = own._advantages(batch)
+    last = found[range(12), [length - 1 for length in batch.lengths]]
+    assert torch.allclose(last, torch.tensor(0.0 if discounts_end else 0.5 * (1 - gamma)), atol=1e-6)
+    assert discounts_end == bool(found.abs().max() < 1e-6)
+
+
 # Categorical policies.
 
 

@@ -6,6 +6,7 @@ Some are on the toy environment with its deceptive optimum.
 from __future__ import annotations
 
 import hashlib
+import io
 import itertools
 import random
 import statistics
@@ -207,6 +208,17 @@ def test_scored_episodes_are_learned_from() -> None:
     plain = training(is_conditioned=True)
     plain.learn(1, outcomes)
     assert plain.saved[1] == saved[0]
+
+
+def test_conditioned_policy_learns_for_the_vector_of_the_path() -> None:
+    """A path may have been scored for another vector than that of its episode; the value network learns it for that."""
+    own = training(is_conditioned=True)
+    paths = [OTHER, *(own.play(number).path for number in own.numbers_in(1)[1:])]
+    own.learn(1, torch.zeros(4, 2), paths=paths, vectors=[2, None, None, None])
+    memory = torch.load(io.BytesIO(own.saved[1]), weights_only=True)["memory"]
+    expected = [VECTORS[2], *(own.preference_of(number) for number in own.numbers_in(1)[1:])]
+    assert expected[0] != own.preference_of(own.numbers_in(1)[0])
+    assert list(map(tuple, memory["preferences"].tolist())) == expected
 
 
 # The toy environment.

@@ -5,7 +5,7 @@ path of hops. Each hop names a layer of the pool, factors and an alignment. Laye
 example the sources' layers, are not written again: for another path of known layers, only the list of hops changes.
 
 - `contents`: vLLM's options, sizes and the merges that fit, for the engine's process
-- `geometry`: whether the layers of models can follow each other
+- `geometry`: whether the layers of several models can be combined in one path
 - `sizes`: the number of layers in the pool
 - `model`: the model in vLLM that computes a path
 - `pool`: a record of the content of each layer of the pool

@@ -8,7 +8,6 @@ from __future__ import annotations
 import json
 import logging
 from collections.abc import Mapping
-from dataclasses import replace
 from functools import cached_property
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -18,16 +17,15 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.environment import PATH_ARCHITECTURE
-from workers.engines.vllm.memory import (
-    FEW_TEXTS,
-    HOST_SHARE,
-    MemoryRequirements,
-    memory_requirements,
-    usable_gpu_bytes,
-    value_bytes,
-)
+from workers.engines.vllm.memory import HOST_SHARE, MemoryRequirements, value_bytes
 from workers.engines.vllm.paths.geometry import path_problems
-from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, pool_size, widest_layer_bytes
+from workers.engines.vllm.paths.sizes import (
+    alignment_bytes,
+    outside_bytes,
+    path_requirements,
+    pool_size,
+    widest_layer_bytes,
+)
 from workers.engines.vllm.startup.contents import WeightContents
 from workers.errors import EngineUnavailable, InvalidModel
 from workers.evaluation.prompts import Prompts
@@ -49,8 +47,8 @@ class PathContents(WeightContents):
     The engine keeps a pool of layers, which usually has more layers than one merge, so that a layer that occurs in
     several merges need not be written again. A merge is a path through the pool: a sequence of up to
     `options.max_layers` of its layers. The KV cache is sized for the longest path. Raises InvalidModel for models whose
-    layers cannot follow each other. Raises EngineUnavailable if the source models have more than `options.max_layers`
-    layers, or do not fit into memory.
+    layers cannot be combined in one path. Raises EngineUnavailable if the source models have more than
+    `options.max_layers` layers, or do not fit into memory.
     """
 
     def __init__(
@@ -97,38 +95,46 @@ class PathContents(WeightContents):
         if self.is_cpu:
             size = value_bytes(self.dtype)
             room = int(HOST_SHARE * free_host_bytes()) - self.kv_cache_bytes() - self._alignment_bytes(size)
-            self._pool_size = self._fitting(
-                room - COPIES_ON_CPU * outside_bytes(self.sources, size), COPIES_ON_CPU * size, of="host memory"
+            self._pool_size = pool_size(
+                room=room - COPIES_ON_CPU * outside_bytes(self.sources, size),
+                layer_bytes=widest_layer_bytes(self.sources, COPIES_ON_CPU * size),
+                num_sources=self._num_sources,
+                max_layers=self.max_layers,
+                of="host memory",
             )
+            self._log_pool()
         return super().options_by_device()
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
-        ranks, size = self.options.tensor_parallel_size, value_bytes(self.dtype)
-        # Every rank has the whole residual stream, and therefore whole alignments.
-        outside = outside_bytes(self.sources, size) // ranks + self._alignment_bytes(size)
-        needs = memory_requirements(
-            self.sources, config=self.config, dtype=self.dtype, max_length=self.prompts.max_length, ranks=ranks
+        needs, self._pool_size = path_requirements(
+            self.sources,
+            config=self.prompts.config,
+            dtype=self.dtype,
+            max_length=self.prompts.max_length,
+            ranks=self.options.tensor_parallel_size,
+            max_layers=self.max_layers,
+            aligns=self.aligns,
+            gpu_free=gpu_free,
+            gpu_total=gpu_total,
         )
-        without = replace(needs, weights=outside)
-        room = usable_gpu_bytes(gpu_free, gpu_total) - needs.scratch - without.engine(FEW_TEXTS)
-        self._pool_size = self._fitting(room * ranks, size, of="the GPU" if ranks == 1 else "the GPUs")
-        layers = self._pool_size * widest_layer_bytes(self.sources, size) // ranks
-        return replace(needs, weights=outside + layers)
+        self._log_pool()
+        return needs
 
     def _alignment_bytes(self, bytes_of_value: int) -> int:
         return alignment_bytes(self.config, self.max_layers, bytes_of_value) if self.aligns else 0
 
-    def _fitting(self, room: int, bytes_of_value: int, *, of: str) -> int:
-        num_sources = len(self.sources.views) * self.sources.layout.num_layers
-        found = pool_size(
-            room=room,
-            layer_bytes=widest_layer_bytes(self.sources, bytes_of_value),
-            num_sources=num_sources,
-            max_layers=self.max_layers,
-            of=of,
+    def _log_pool(self) -> None:
+        log.info(
+            "a pool of %d layers for paths of up to %d; the sources have %d",
+            self._pool_size,
+            self.max_layers,
+            self._num_sources,
         )
-        log.info("a pool of %d layers for paths of up to %d; the sources have %d", found, self.max_layers, num_sources)
-        return found
+
+    @property
+    def _num_sources(self) -> int:
+        """The number of layers of all source models."""
+        return len(self.sources.views) * self.sources.layout.num_layers
 
     def _config_directory(self) -> str:
         """Write a config.json with as many layers as the engine's pool to a temporary directory, and return its path.

@@ -1,7 +1,7 @@
 """Check that the layers of a family's models can be combined in any order in one model.
 
-For this, the layers must be of one kind, and computed with the same settings. The module `workers.models.compatibility`
-has compared their shapes and positions before.
+For this, the layers must be of one kind, and computed with the same settings. That their tensors have the same shapes
+is checked before (module `workers.models.compatibility`).
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ SETTINGS: Mapping[str, Any] = {
 
 
 def path_problems(sources: ResolvedFamily) -> list[str]:
-    """Reasons why the layers of a family's models cannot follow each other in any order; empty if they can.
+    """Reasons why the layers of a family's models cannot be combined freely in layer paths; empty if they can.
 
-    `sources` are the base model and its experts. A reason is a line of text that names the models and the fields of
-    their configurations that differ.
+    `sources` are the base model and its experts. Each reason is a line of text that names the model and the field of
+    its configuration.
     """
     problems = []
     base = sources.base.settings

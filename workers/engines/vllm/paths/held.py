@@ -1,4 +1,4 @@
-"""HeldPath: the weights in vLLM's worker of an engine for layer paths, and the writing of merges over them.
+"""HeldPath: writing of merges with any order of layers (layer paths) over the weights in vLLM's worker.
 
 The engine has a pool of layers, and a merge is a path through the pool. A layer of the pool is stored without its
 scale. Therefore one copy of it serves every hop (step of a path), with any scale.
@@ -84,11 +84,11 @@ class HeldPath(HeldWeights):
         self._outside_digest, self._outside_held = "", None
 
     def fill(self, bank: Bank, into: Into) -> None:
-        """Write layers of the source models into the engine's pool of layers, before the first merge is known.
+        """Write layers of the source models into the engine's pool of layers, so that later swaps have less to write.
 
-        The layers of the base are always written, and are written last. If there is enough room in the pool besides the
-        layers of the longest merge, layers of experts are also written. `bank` has the weights of the source models.
-        `into(name, shape)` returns memory for computing a tensor.
+        The layers of the base are always written. Layers of experts are written only if the pool has room for them
+        beside the layers of the longest merge. `bank` has the weights of the source models. `into(name, shape)` returns
+        memory for computing a tensor.
         """
         spare = self._pool.size - len(self.model.model.slots)
         aliases = [model.alias for model in (*bank.family.experts, bank.family.base)]
@@ -201,7 +201,8 @@ class _Checked:
     def contents(self, recipe: Recipe) -> list[Hashable] | None:
         """Look up the content of each layer of `recipe`, a hashable value that is equal for layers with equal weights.
 
-        Returns None if a layer is unknown, or if the recipe has other models or settings than the cached recipes.
+        Returns None if a layer is not in the cache, or if the recipe has other models or settings than the cached
+        recipes.
         """
         if not _is_known_by_layers(recipe) or _of(recipe) != self._of:
             return None
@@ -307,10 +308,10 @@ def _of(recipe: Recipe) -> Hashable:
 
 
 def _is_known_by_layers(recipe: Recipe) -> bool:
-    """Whether the weights of a merged layer follow from the layer's entry in the recipe and the common settings alone.
+    """Whether a layer's weights follow from its entry in `recipe`, so that equal layers of other recipes can be reused.
 
-    The common settings are the base model, `keeps_equal` and `trim`. The result is True for recipes that use the
-    vocabulary of the base and have no merges of single tensors.
+    This is so unless the recipe merges single tensors, or uses another vocabulary than the base's. The caller compares
+    settings of whole recipes, such as the base model.
     """
     return not recipe.tensors and recipe.tokenizer == "base" and not recipe.vocabulary
 
@@ -349,8 +350,8 @@ def _planned(recipe: Recipe, bank: Bank) -> TensorPlan:
 def _by_layer(plan: TensorPlan, bank: Bank) -> tuple[list[MergedTensor], list[Hashable], list[list[MergedTensor]]]:
     """Split the merged tensors in `plan` into the tensors of each layer and the tensors outside layers.
 
-    `bank` has the weights of the source models. The result contains the tensors without the scales of layers, because
-    the engine applies scales when it computes. Returns three values:
+    `bank` has the weights of the source models. The scales of layers are removed from the tensors, because the engine
+    applies them when it computes. Returns three values:
 
     - the tensors outside layers: embedding, final norm and output head
     - for each layer, a description of its content: a value that is equal for layers whose tensors are computed in the

@@ -1,14 +1,14 @@
 """The vLLM model that computes a path through a pool of layers, for Llama, Mistral, Qwen2 and Qwen3.
 
-The model has the parameters of all layers of the pool. A path has at most `mergesearch_max_layers` hops, and each hop
-has its own keys and values: at hop t, every layer of the pool uses the attention module of layer t. Therefore a layer
-may be used at several hops.
+The model has the parameters of all layers of the pool. A path has at most `mergesearch_max_layers` hops. A layer may be
+used at several hops, so keys and values belong to the hop, not to the layer: the model has one object of vLLM's class
+`Attention` for each hop.
 
 The path is an attribute of the model; compiled code and captured graphs would ignore its changes. Therefore the model
 is neither compiled nor captured, and its engine runs eagerly.
 
-Alignments of the path (package `workers.alignments`) are not parameters, because parameters are written in place. The
-attribute `alignments` has the tensors of the alignments in use, keyed by digest.
+Alignments of the path (package `workers.alignments`) are not parameters of the model. The attribute `alignments` has
+the alignments in use, keyed by digest.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Record of the contents of a path engine's pool of layers, and choice of the layers to overwrite.
+"""Record of the contents of the pool of layers that an engine for layer paths holds, and choice of layers to overwrite.
 
 The layers of the pool that the current path uses are kept. The least recently used of the other layers are replaced
 first.

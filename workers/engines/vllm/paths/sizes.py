@@ -1,15 +1,24 @@
-"""The number of layers in a path engine's pool, computed from sizes in bytes without allocating memory."""
+"""Memory of an engine for layer paths, and the number of layers that it keeps in its pool, computed from sizes."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Mapping
+from dataclasses import replace
 from typing import Any
 
+from workers.engines.vllm.memory import (
+    FEW_TEXTS,
+    MANY_TEXTS,
+    MemoryRequirements,
+    memory_requirements,
+    usable_gpu_bytes,
+    value_bytes,
+)
 from workers.errors import EngineUnavailable
 from workers.models.family import ResolvedFamily
 
-__all__ = ["alignment_bytes", "outside_bytes", "pool_size", "widest_layer_bytes"]
+__all__ = ["alignment_bytes", "outside_bytes", "path_requirements", "pool_size", "widest_layer_bytes"]
 
 GB = 1e9
 
@@ -32,6 +41,47 @@ def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int,
             f"{fitting}, {max(room, 0) / GB:.3g} GB; {advice}"
         )
     return min(num_sources + max_layers, fitting)
+
+
+def path_requirements(
+    sources: ResolvedFamily,
+    *,
+    config: Mapping[str, Any],
+    dtype: str,
+    max_length: int,
+    ranks: int,
+    max_layers: int,
+    aligns: bool,
+    gpu_free: int,
+    gpu_total: int,
+) -> tuple[MemoryRequirements, int]:
+    """The memory that an engine for layer paths needs on each GPU, and the number of layers in its pool.
+
+    The pool is as large as the GPU's memory allows beside the merging of one tensor and the keys and values of many
+    texts (`pool_size`): with fewer texts at once, decoding is so much slower that writing layers again costs less. If
+    the longest merge fits only beside few texts, the memory is planned for few. `config` is the configuration of the
+    models, and `max_layers` is the number of layers of the longest merge. `aligns` says whether merges may have
+    alignments. Each GPU has `gpu_total` bytes, of which `gpu_free` are free. The other arguments are as in
+    `memory_requirements`. Raises EngineUnavailable if the longest merge does not fit.
+    """
+    size = value_bytes(dtype)
+    config = {**config, "num_hidden_layers": max_layers}
+    needs = memory_requirements(sources, config=config, dtype=dtype, max_length=max_length, ranks=ranks)
+    # Every rank has the whole residual stream, and therefore whole alignments.
+    aligned = alignment_bytes(config, max_layers, size) if aligns else 0
+    outside = outside_bytes(sources, size) // ranks + aligned
+    without = replace(needs, weights=outside)
+    usable = usable_gpu_bytes(gpu_free, gpu_total) - needs.beside
+    layer = widest_layer_bytes(sources, size)
+    beside_many, beside_few = (ranks * (usable - without.engine(texts)) for texts in (MANY_TEXTS, FEW_TEXTS))
+    num_layers = pool_size(
+        room=beside_many if beside_many >= max_layers * layer else beside_few,
+        layer_bytes=layer,
+        num_sources=len(sources.views) * sources.layout.num_layers,
+        max_layers=max_layers,
+        of="the GPU" if ranks == 1 else "the GPUs",
+    )
+    return replace(needs, weights=outside + num_layers * layer // ranks), num_layers
 
 
 def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:

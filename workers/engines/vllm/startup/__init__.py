@@ -1,5 +1,5 @@
 """Start options and memory sizes of a vLLM engine.
 
-- `contents`: options and sizes for an engine of one model with the base's layers
+- `contents`: options and sizes for an engine whose merges have as many layers as the base model
 - `gpus`: the number of GPUs, and their free memory, for which the start of an engine waits
 """

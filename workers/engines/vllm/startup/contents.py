@@ -1,7 +1,7 @@
 """Options, memory sizes and possible merges of an engine, for the process that starts vLLM.
 
-The class `WeightContents` is for one model with the base's layers. Its subclasses are for other models, such as layer
-paths. The class `Engine` is the same for all models: start, swaps, evidence, canary.
+The class `WeightContents` is for merges with as many layers as the base model, and its subclasses are for other merges,
+such as layer paths. The class `Engine` is the same for all of them.
 """
 
 from __future__ import annotations
@@ -137,7 +137,7 @@ class WeightContents:
         }, opening
 
     def _num_processes(self) -> int:
-        """The number of processes of equal engines that may run on this machine at once: one for each GPU they use."""
+        """The number of processes of equal engines that may run on this machine at once; each process uses one GPU."""
         ranks, gpus = self.options.tensor_parallel_size, gpus_of_this_machine()
         return max(ranks, gpus if self.most_engines is None else min(gpus, self.most_engines * ranks))
 

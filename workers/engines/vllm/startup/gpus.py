@@ -50,12 +50,11 @@ def free_gpu_bytes(
 ) -> tuple[int, int]:
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
-    An engine that was just killed may still hold GPU memory. Therefore the function checks every `poll_s` seconds
-    whether the share MOSTLY_FREE of the memory is free. The function waits for at most `wait_s` seconds, or for at most
-    `leaving_wait_s` seconds while processes of a killed engine still run. On several GPUs, a process of a killed engine
-    ends only when it has computed its current merge. `leaving` returns descriptions of these processes (by default the
-    function `engine_leftovers`). A log message says what the function waits for. Raises EngineUnavailable if the memory
-    cannot be read.
+    An engine that was just killed may still hold GPU memory. The wait ends when the share MOSTLY_FREE of the memory is
+    free, but at the latest after `wait_s` seconds. While processes of a killed engine still run, it lasts up to
+    `leaving_wait_s` seconds, because they may have to finish their current merge. `leaving` returns descriptions of
+    these processes (by default the function `engine_leftovers`). `poll_s` is the time between two checks, in seconds.
+    Raises EngineUnavailable if the free memory cannot be read.
     """
     started, noted = time.monotonic(), ""
     while True:

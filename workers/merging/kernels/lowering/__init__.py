@@ -1,7 +1,8 @@
-"""Conversion of the merges of each fused method to a kernel's rule, from coefficients and statistics of the operands.
+"""Functions that make the kernel rule of a merge, from its coefficients and the statistics of its operands.
 
-If the numbers of a rule depend on the elements that a method drops or selects, a separate pass computes these numbers,
-on CPU. A method has at most one rule, registered by `@fuses(NAME)`; a method without a rule runs by its plain function.
+A rule is the formula of a merge with its numbers, as plain data. Numbers that depend on the elements that a method
+drops or selects are computed in a separate pass, on CPU. A method has at most one rule, registered by `@fuses(NAME)`; a
+method without a rule runs by its plain function.
 
 - `base`: the decorator, and the statistics that rules are computed from
 - `averages`: passthrough, averages and interpolations, fusions of a pair

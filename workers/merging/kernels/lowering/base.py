@@ -1,4 +1,4 @@
-"""Decorator for the kernel rule of a fused method, and the statistics from which rules are computed."""
+"""Decorator for functions that make the kernel rules of merge methods, and the statistics that these functions need."""
 
 from __future__ import annotations
 

@@ -38,5 +38,6 @@ export function useSession(): Session & Rights {
 /** Ends the session. The page is loaded anew, so that nothing of the user stays in it. */
 export async function logOut(): Promise<void> {
   await api.POST('/v1/logout')
+  sessionStorage.clear() // texts that were not submitted
   location.assign(`${BASE}/login`)
 }

@@ -5,7 +5,7 @@ type Schemas = components['schemas']
 
 export type Study = Schemas['StudyDocument']
 export type Trial = Schemas['TrialDocument']
-/** A trial with the origin of its samples, as requested by its number. */
+/** A trial with the provenance of its samples, as requested by its number. */
 export type ShownTrial = Schemas['ShownTrialDocument']
 export type Export = Schemas['ExportDocument']
 export type Recipe = Schemas['RecipeDocument']

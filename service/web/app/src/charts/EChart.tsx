@@ -45,19 +45,22 @@ export interface ChartTable {
   more?: string
 }
 
+// Charts up to this width, as on a telephone, have less room for names.
+const NARROW_PX = 500
+
 // Rows of a chart's table that are shown.
 const MAX_ROWS = 500
 
 /**
  * A chart with its name, a sentence that says what it shows, and its data as a table.
  *
- * `option` is called anew when the colours change. A click on a point, or Enter on the one that the arrow keys have
+ * `option` is called anew when the colours change, or whether the chart is narrow. A click on a point, or Enter on the one that the arrow keys have
  * reached, calls `onPick` with its trial: the third number of the point's data.
  */
 export function EChart(props: {
   label: string
   describe: string
-  option: (p: Palette) => EChartsCoreOption
+  option: (p: Palette, isNarrow: boolean) => EChartsCoreOption
   table: () => ChartTable
   points?: readonly ChartPoint[]
   onPick?: (trial: number) => void
@@ -67,12 +70,16 @@ export function EChart(props: {
   const element = useRef<HTMLDivElement>(null)
   const chart = useRef<echarts.ECharts>(null)
   const [at, setAt] = useState<number>()
+  const [isNarrow, setIsNarrow] = useState(false)
   const palette = usePalette()
   const id = useId()
   useEffect(() => {
     const made = echarts.init(element.current, null, { renderer: 'canvas' })
     chart.current = made
-    const observer = new ResizeObserver(() => made.resize())
+    const observer = new ResizeObserver(() => {
+      made.resize()
+      setIsNarrow(made.getWidth() <= NARROW_PX)
+    })
     observer.observe(element.current!)
     return () => {
       observer.disconnect()
@@ -82,8 +89,11 @@ export function EChart(props: {
   useEffect(() => {
     const { fontFamily } = getComputedStyle(document.body) // a canvas inherits none
     const common = { animation: false, textStyle: { fontFamily, fontSize: 12, color: palette.soft } }
-    chart.current?.setOption({ ...common, ...option(palette) }, { replaceMerge: ['series'], lazyUpdate: true })
-  }, [option, palette])
+    chart.current?.setOption(
+      { ...common, ...option(palette, isNarrow) },
+      { replaceMerge: ['series'], lazyUpdate: true },
+    )
+  }, [option, palette, isNarrow])
   useEffect(() => {
     const made = chart.current
     if (!made || !onPick) return

@@ -18,8 +18,8 @@ export interface ExportRequest {
 export const downloadOf = (study: Study, { id }: Export) => `${BASE}/v1/studies/${study.id}/exports/${id}/download`
 
 /** Begins an export of a merged model, and says where it is. Nothing where the server would refuse it. */
-export function ExportButton(props: { study: Study; label: string; request: ExportRequest }) {
-  const { study, label, request } = props
+export function ExportButton(props: { study: Study; label: string; request: ExportRequest; isDisabled?: boolean }) {
+  const { study, label, request, isDisabled } = props
   const client = useQueryClient()
   const canUse = useMay(study, 'use')
   const begin = useMutation({
@@ -33,7 +33,7 @@ export function ExportButton(props: { study: Study; label: string; request: Expo
   if (!canUse || study.state !== 'COMPLETE') return null
   return (
     <>
-      <Button size="xs" loading={begin.isPending} onClick={() => begin.mutate()}>
+      <Button size="xs" loading={begin.isPending} disabled={isDisabled} onClick={() => begin.mutate()}>
         {label}
       </Button>
       <div role="status">{begin.data && <Begun study={study} begun={begin.data} />}</div>

@@ -37,14 +37,18 @@ export function Merges({ analysis }: { analysis: Analysis }) {
             </tr>
           </thead>
           <tbody>
-            {rows.map((row, k) => (
+            {rows.map((row) => (
               <tr key={`${row.method} ${row.num_experts}`}>
                 <th scope="row" className="l">
                   {row.method}
                 </th>
                 <td>{row.num_experts ?? all}</td>
                 {fleets.map(({ name, merges }) => (
-                  <Cells key={name} merge={merges[k]} hasValues={hasValues} />
+                  <Cells
+                    key={name}
+                    merge={merges.find((each) => each.method === row.method && each.num_experts === row.num_experts)}
+                    hasValues={hasValues}
+                  />
                 ))}
               </tr>
             ))}

@@ -9,7 +9,7 @@ import { newFinetuneRoute } from '../../router'
 import { useMaySubmit } from '../../api/rights'
 import type { Form } from '../studies/new/FormParts'
 import { ModelsOffered } from '../studies/new/ModelField'
-import { drafts, useDraft } from '../studies/new/drafts'
+import { useDraft } from '../studies/new/drafts'
 import type { Schemas } from '../studies/new/schema'
 import { schemasQuery } from '../studies/new/schemas'
 import { asYaml, isJson, parsed } from '../studies/new/yamlText'
@@ -61,7 +61,7 @@ export function NewFinetune() {
 /** One document as text and as a form; a problem that a submission has is at its field until the text changes. */
 function Editor({ name, initial, schemas }: { name: string; initial: string; schemas: Schemas }) {
   const navigate = useNavigate()
-  const [text, setText] = useDraft(name, initial)
+  const [text, setText, forget] = useDraft(name, initial)
   // The same key as long as the text is the same, so that a repeated request creates nothing twice.
   const sent = useRef({ text: '', key: '' })
   const submit = useMutation({
@@ -76,7 +76,7 @@ function Editor({ name, initial, schemas }: { name: string; initial: string; sch
       return answer.data!
     },
     onSuccess: (made) => {
-      drafts.delete(name)
+      forget()
       navigate({ to: '/finetunes/$id', params: { id: made.id } })
     },
   })

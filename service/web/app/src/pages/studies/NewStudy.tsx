@@ -121,8 +121,6 @@ interface BegunStudy {
   number: number
 }
 
-let numFiles = 0
-
 /** A button that reads a mergekit file of the reader's machine; the server makes the beginning of a study from it. */
 function FromMergekit({ onBegun }: { onBegun: (begun: BegunStudy) => void }) {
   const reset = useRef<() => void>(null)
@@ -141,8 +139,7 @@ function FromMergekit({ onBegun }: { onBegun: (begun: BegunStudy) => void }) {
           bodySerializer: (body: unknown) => body as string,
         })
       ).data!
-      numFiles += 1
-      return { file: file.name, text: asYaml(study), warnings, number: numFiles }
+      return { file: file.name, text: asYaml(study), warnings, number: Date.now() }
     },
     onSuccess: onBegun,
   })

@@ -27,11 +27,16 @@ export function Compare() {
   )
 }
 
-/** The two trials of an address such as `?trials=12,15`; without one, the best two on held-out data. */
+/** The two trials of an address such as `?trials=12,15`; without one, the best trial and the next on held-out data. */
 function chosenTrials(text: string | undefined, { holdout, holdout_reference }: Summary): (number | undefined)[] {
   if (text !== undefined) return text.split(',').slice(0, 2).map(trialNumber)
-  const others = holdout.map((row) => row.trial).filter((trial) => trial !== holdout_reference)
-  return holdout_reference === null ? [] : [holdout_reference, others[0]]
+  if (holdout_reference === null) return []
+  const isMerge = ({ origin }: Summary['holdout'][number]) => origin !== 'source' && origin !== 'published'
+  // Without a mean, as of losses, one merge is as good as another here, and better than a baseline.
+  const [second] = holdout
+    .filter((row) => row.trial !== holdout_reference)
+    .toSorted((a, b) => (b.mean?.value ?? 0) - (a.mean?.value ?? 0) || Number(isMerge(b)) - Number(isMerge(a)))
+  return [holdout_reference, second?.trial]
 }
 
 function Trials({ summary: found }: { summary: Summary }) {

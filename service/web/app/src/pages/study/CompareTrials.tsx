@@ -193,8 +193,8 @@ function HeatMap({ a, b, series }: { a: number; b: number; series: [Series, Seri
     [],
   )
   const option = useCallback(
-    (p: Palette) => ({
-      grid: { left: 150, right: 16, top: 8, bottom: 70 },
+    (p: Palette, isNarrow: boolean) => ({
+      grid: { left: isNarrow ? 102 : 150, right: 16, top: 8, bottom: 70 },
       tooltip: {
         trigger: 'item',
         confine: true,
@@ -215,7 +215,7 @@ function HeatMap({ a, b, series }: { a: number; b: number; series: [Series, Seri
         type: 'category',
         inverse: true,
         data: up,
-        axisLabel: { color: p.soft, width: 140, overflow: 'truncate' },
+        axisLabel: { color: p.soft, width: isNarrow ? 92 : 140, overflow: 'truncate' },
         axisLine: { show: false },
         axisTick: { show: false },
       },

@@ -122,7 +122,7 @@ function Begin({ study }: { study: Study }) {
   const front = useQuery(pareto(study.id))
   const names = front.data?.objectives.map(({ name }) => name) ?? []
   const [kind, setKind] = useState<Kind>('best')
-  const [trial, setTrial] = useState(0)
+  const [trial, setTrial] = useState<number | ''>('')
   const [weights, setWeights] = useState<Record<string, number>>({})
   const [dtype, setDtype] = useState<string>()
   const kinds = (Object.keys(KINDS) as Kind[]).filter((each) => each !== 'weights' || names.length > 1)
@@ -142,7 +142,7 @@ function Begin({ study }: { study: Study }) {
             min={0}
             allowDecimal={false}
             value={trial}
-            onChange={(given) => setTrial(Number(given))}
+            onChange={(given) => setTrial(given === '' ? '' : Number(given))}
           />
         )}
         {kind === 'weights' &&
@@ -165,7 +165,8 @@ function Begin({ study }: { study: Study }) {
         <ExportButton
           study={study}
           label="Begin"
-          request={{ ...chosen(kind, trial, names, weights), dtype } as ExportRequest}
+          isDisabled={kind === 'trial' && trial === ''}
+          request={{ ...chosen(kind, Number(trial), names, weights), dtype } as ExportRequest}
         />
       </div>
       {kind === 'weights' && (

@@ -1,6 +1,5 @@
 import { Link } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
-import { isFinished } from '../../api/jobs'
 import type { Estimate, Objective, Study, Summary } from '../../api/types'
 import { EChart } from '../../charts/EChart'
 import { drawInterval } from '../../charts/intervals'
@@ -9,6 +8,7 @@ import { interval, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { ChooseObjective } from '../../parts/Choose'
 import { Difference, Interval } from '../../parts/Interval'
+import { noHoldout } from '../../parts/noHoldout'
 
 type Row = Summary['holdout'][number]
 const MEAN = 'mean'
@@ -32,13 +32,7 @@ export function HeldOut({ study, summary }: { study: Study; summary: Summary }) 
   return (
     <>
       {rows.length === 0 ? (
-        <Nothing>
-          {study.state === 'COMPLETE'
-            ? 'The study has no held-out data.'
-            : isFinished(study)
-              ? 'The study ended before a trial was scored on held-out data.'
-              : 'Trials are scored on held-out data when the search has ended.'}
-        </Nothing>
+        <Nothing>{noHoldout(study, summary)}</Nothing>
       ) : (
         <>
           <ChooseObjective names={names} value={name} onChange={setChosen} />
@@ -65,18 +59,18 @@ type Shown = { row: Row; estimate: Estimate }[]
 
 function Forest({ name, shown, reference }: { name: string; shown: Shown; reference: number | null }) {
   const option = useCallback(
-    (p: Palette) => {
+    (p: Palette, isNarrow: boolean) => {
       const color = (row: Row) =>
         row.trial === reference ? p.accent : row.origin === 'source' || row.origin === 'published' ? p.warm : p.soft
       const rows = shown.toReversed() // the best is at the top
       return {
-        grid: { left: 160, right: 24, top: 8, bottom: 42 },
+        grid: { left: isNarrow ? 112 : 160, right: 24, top: 8, bottom: 42 },
         tooltip: { trigger: 'item', formatter: ({ value: at }: { value: number[] }) => interval(at[2]!, at[3]!) },
         xAxis: axis(p, `${name} on held-out data`),
         yAxis: {
           type: 'category',
           data: rows.map(({ row }) => labelOf(row)),
-          axisLabel: { color: p.soft, width: 145, overflow: 'truncate' },
+          axisLabel: { color: p.soft, width: isNarrow ? 100 : 145, overflow: 'truncate' },
           axisLine: { show: false },
           axisTick: { show: false },
         },

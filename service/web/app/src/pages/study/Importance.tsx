@@ -58,7 +58,7 @@ function Bars({ bars, label }: { bars: Bar[]; label: string }) {
   const shown = bars.slice(0, MAX_BARS)
   const names = JSON.stringify(shown)
   const option = useCallback(
-    (p: Palette) => {
+    (p: Palette, isNarrow: boolean) => {
       const rows = (JSON.parse(names) as Bar[]).toReversed()
       return {
         grid: { left: 8, right: 52, top: 4, bottom: 40, containLabel: true },
@@ -71,7 +71,7 @@ function Bars({ bars, label }: { bars: Bar[]; label: string }) {
         yAxis: {
           type: 'category',
           data: rows.map((row) => row.name),
-          axisLabel: { color: p.soft, width: 230, overflow: 'truncate' },
+          axisLabel: { color: p.soft, width: isNarrow ? 110 : 230, overflow: 'truncate' },
           axisLine: { show: false },
           axisTick: { show: false },
         },

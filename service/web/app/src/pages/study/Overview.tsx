@@ -63,7 +63,7 @@ function Key({ study, progress, summary: found }: { study: Study; progress: Prog
   const row = found.holdout.find((each) => each.trial === found.holdout_reference)
   const rows = [
     {
-      term: 'best trial on held-out data',
+      term: 'best trial, on held-out data',
       value: row?.mean ? <Interval of={row.mean} /> : found.best ? `trial ${found.best.trial}` : 'none yet',
       note: row ? heldOutNote(row) : found.best ? 'not scored on held-out data' : undefined,
     },

@@ -19,8 +19,10 @@ type StoppedTrial = components['schemas']['StoppedTrial']
 // What becomes of a trial at a rung, in the order of the bar.
 const ENDS = ['finished', 'promoted', 'running', 'stopped', 'failed'] as const
 
-// Trials of a rung that are listed.
+// Stopped trials of a rung that are listed, and failed ones.
 const LISTED = 100
+// Failed trials that are read, the most that the server gives: those without a rung cannot be asked for alone.
+const MAX_READ = 1000
 
 /** For each bracket of successive halving the trials at each rung, and who was stopped there and why. */
 export function Rungs() {
@@ -101,10 +103,10 @@ function numbers(place: Place): string {
   return `${count(place.entered)} entered: ${ends.join(', ')}`
 }
 
-const trialsIn = (id: string, state: 'PRUNED' | 'FAIL', where: string) => ({
+const trialsIn = (id: string, state: 'PRUNED' | 'FAIL', where: string, limit: number) => ({
   queryKey: ['study', id, 'trials', 'ended', state, where],
   queryFn: async ({ signal }: { signal: AbortSignal }) => {
-    const query = { state, where: [where], limit: LISTED }
+    const query = { state, where: [where], limit }
     return (await api.GET('/v1/studies/{study_id}/trials', { params: { path: { study_id: id }, query }, signal })).data!
   },
 })
@@ -113,18 +115,21 @@ const trialsIn = (id: string, state: 'PRUNED' | 'FAIL', where: string) => ({
 function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
   const { study } = useStudy()
   const { bracket, rung } = place
-  const stopped = useQuery(trialsIn(study.id, 'PRUNED', `bracket=${bracket},rung=${rung}`))
-  const failed = useQuery({ ...trialsIn(study.id, 'FAIL', `bracket=${bracket}`), enabled: place.failed > 0 })
+  const stopped = useQuery(trialsIn(study.id, 'PRUNED', `bracket=${bracket},rung=${rung}`, LISTED))
+  // A trial that failed here has finished the rung before this one.
+  const before = isFirst ? `bracket=${bracket}` : `bracket=${bracket},rung=${rung - 1}`
+  const failed = useQuery({ ...trialsIn(study.id, 'FAIL', before, MAX_READ), enabled: place.failed > 0 })
   const races = useQuery(plot(study.id, 'races'))
   const results = useQuery(summary(study.id))
   const compared = useQuery(stops(study.id, { bracket, rung }))
   const rules = new Map(races.data?.trials.map((each) => [each.trial, each.rule]))
   if (place.stopped + place.failed === 0) return <Nothing>No trial was stopped here, and none has failed.</Nothing>
   const hasFailedHere = ({ rungs }: Trial) => (rungs.length ? rungs.at(-1)!.rung + 1 === rung : isFirst)
+  const failedHere = (failed.data?.trials.filter(hasFailedHere) ?? []).slice(0, LISTED)
   return (
     <Answer of={stopped}>
       {({ trials, total }) => {
-        const all = [...trials, ...(failed.data?.trials.filter(hasFailedHere) ?? [])]
+        const all = [...trials, ...failedHere]
         const best = results.data?.best?.trial
         const comparisons = new Map(compared.data?.trials.map((each) => [each.trial, each]))
         return (
@@ -135,6 +140,9 @@ function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
             </div>
             <p className="soft">
               {total > trials.length && `The first ${count(trials.length)} of ${count(total)} stopped trials. `}
+              {failed.isSuccess &&
+                place.failed > failedHere.length &&
+                `The first ${count(failedHere.length)} of ${count(place.failed)} failed trials. `}
               <Link
                 to="/studies/$id/trials"
                 params={{ id: study.id }}
@@ -144,7 +152,13 @@ function Ended({ place, isFirst }: { place: Place; isFirst: boolean }) {
               </Link>
               . {RIVALS}
             </p>
-            {compared.error && <Failure error={compared.error} retry={() => compared.refetch()} />}
+            {[failed, races, compared].map(
+              (query, k) =>
+                query.error && (
+                  // oxlint-disable-next-line react/no-array-index-key
+                  <Failure key={k} error={query.error} retry={() => query.refetch()} />
+                ),
+            )}
           </>
         )
       }}

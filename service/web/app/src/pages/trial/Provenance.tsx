@@ -1,4 +1,5 @@
 import { useQuery } from '@tanstack/react-query'
+import { isFinished } from '../../api/jobs'
 import { recipe as recipeQuery } from '../../api/queries'
 import type { ShownTrial, Study } from '../../api/types'
 import { count, duration, localTime } from '../../format'
@@ -52,7 +53,7 @@ function Origin({ study, trial }: { study: Study; trial: ShownTrial }) {
       term: 'verification',
       value: provenance.verification
         ? verified(provenance.verification)
-        : study.state === 'COMPLETE'
+        : isFinished(study)
           ? '○ Not verified: the trial was not one of those that were scored again with transformers'
           : '○ Not verified yet: trials are scored again with transformers at the end of the study',
     },

@@ -249,6 +249,9 @@ async function step(list: RefObject<HTMLOListElement | null>, by: number, more: 
   rows()[at < 0 ? 0 : Math.max(0, at + by)]?.focus()
 }
 
+// Fields that letters are typed into; a checkbox takes none.
+const TYPED = 'input:not([type=checkbox]), select, textarea'
+
 /**
  * Runs what a single key stands for, unless a field has the focus. Keys without a modifier disturb those who dictate,
  * so that they can be switched off (WCAG 2.1.4); the browser keeps the choice.
@@ -262,7 +265,7 @@ function useKeys(actions: Record<string, () => void>) {
   useEffect(() => {
     if (!isOn) return
     const press = (event: KeyboardEvent) => {
-      const isInField = event.target instanceof Element && event.target.closest('input, select, textarea') !== null
+      const isInField = event.target instanceof Element && event.target.closest(TYPED) !== null
       if (isInField || event.ctrlKey || event.metaKey || event.altKey) return
       latest.current[event.key]?.()
     }

@@ -2,6 +2,7 @@ import type { ShownTrial, Study, Summary } from '../../api/types'
 import { count } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { Difference, Interval } from '../../parts/Interval'
+import { noHoldout } from '../../parts/noHoldout'
 import { WithError } from '../../parts/WithError'
 
 /** The trial's values on search and held-out data side by side, and its values at each rung. */
@@ -109,13 +110,7 @@ function HeldOutNote({ study, trial, summary }: { study: Study; trial: ShownTria
     )
   if (summary.holdout.length > 0)
     return <Nothing>The trial is not one of those that were scored on held-out data.</Nothing>
-  return (
-    <Nothing>
-      {study.state === 'COMPLETE'
-        ? 'The study has no held-out data.'
-        : 'Trials are scored on held-out data when the search has ended.'}
-    </Nothing>
-  )
+  return <Nothing>{noHoldout(study, summary)}</Nothing>
 }
 
 function Rungs({ trial }: { trial: ShownTrial }) {

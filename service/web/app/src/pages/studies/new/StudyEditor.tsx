@@ -11,7 +11,7 @@ import { Choose } from '../../../parts/Choose'
 import { idOf } from './Field'
 import { ModelsOffered } from './ModelField'
 import { Plan } from './Plan'
-import { drafts, useDraft } from './drafts'
+import { useDraft } from './drafts'
 import type { Form } from './FormParts'
 import { StudyForm } from './StudyForm'
 import { type Editor, TextEditor } from './TextEditor'
@@ -49,7 +49,7 @@ const problemsOf = ({ problem }: Refused): FieldProblem[] =>
 /** A study file as text and as a form, with the server's messages; it is checked and submitted here. */
 export function StudyEditor(props: { name: string; start: string; schemas: Schemas; session: Session }) {
   const { name, start, schemas, session } = props
-  const [text, setText] = useDraft(name, start)
+  const [text, setText, forget] = useDraft(name, start)
   const editor = useRef<Editor>(null)
   const [said] = useDebouncedValue(text, CHECK_AFTER_MS)
   const check = useQuery({
@@ -61,7 +61,7 @@ export function StudyEditor(props: { name: string; start: string; schemas: Schem
   const full = useMutation({
     mutationFn: async (content: string) => ({ content, check: await checked(content, 'full') }),
   })
-  const submit = useSubmit(name)
+  const submit = useSubmit(forget)
   const [team, setTeam] = useState(teamsOf(session)[0])
   const [sharing, setSharing] = useState<Sharing>('team')
   const { content, error } = useMemo(() => parsed(text), [text])
@@ -174,7 +174,7 @@ interface Sent {
 }
 
 /** Submits a study: once for each content, however often it is asked to, and goes to the study. */
-function useSubmit(draft: string) {
+function useSubmit(forget: () => void) {
   const client = useQueryClient()
   const navigate = useNavigate()
   const key = useRef({ of: '', value: '' })
@@ -186,7 +186,7 @@ function useSubmit(draft: string) {
       return (await api.POST('/v1/studies', { params, headers: HEADERS, ...asText(content) })).data!
     },
     onSuccess: ({ id }) => {
-      drafts.delete(draft)
+      forget()
       client.invalidateQueries({ queryKey: ['studies'] })
       navigate({ to: '/studies/$id', params: { id } })
     },

@@ -1,0 +1,68 @@
+"""Advice on plans that fit, but in which the CPU of the host takes much of the time of gradients or verification."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from service.studies.planning.placement import StudyPlacement, fits_gpu
+from service.studies.planning.profiles import MachineProfile
+from service.studies.planning.schedule import Phase
+
+if TYPE_CHECKING:
+    from search_spaces.study.file import Study
+    from service.studies.preflight.gradients import GradientPlace
+
+__all__ = ["advice_of"]
+
+# Advice is given for a phase that takes at least this share of a study's time, with short or long answers, and at least
+# this time.
+LARGE_SHARE, LARGE_S = 0.25, 600.0
+
+
+def advice_of(
+    study: Study,
+    profile: MachineProfile,
+    placement: StudyPlacement,
+    gradients: GradientPlace | None,
+    phases: Sequence[Phase],
+) -> tuple[str, ...]:
+    """Advice on a plan in which engines use every GPU, so that the CPU computes gradients or verification for long.
+
+    The plan is given by its study, the machines (`profile`), the placement, the place of gradients (None if the study
+    computes none) and its phases. Machines without GPUs get no advice, because their CPU computes everything.
+    """
+    if not profile.gpus:
+        return ()
+    return tuple(_advice(study, profile, placement, gradients, phases))
+
+
+def _advice(
+    study: Study,
+    profile: MachineProfile,
+    placement: StudyPlacement,
+    gradients: GradientPlace | None,
+    phases: Sequence[Phase],
+) -> Iterator[str]:
+    least = sum(phase.elapsed_s.least for phase in phases)
+    most = sum(phase.elapsed_s.most for phase in phases)
+    long = {
+        phase.name: f"{phase.elapsed_s.most / 3600:.1f} of at most {most / 3600:.1f} hours"
+        for phase in phases
+        if phase.elapsed_s.most >= LARGE_S
+        and (phase.elapsed_s.most >= LARGE_SHARE * most or phase.elapsed_s.least >= LARGE_SHARE * least)
+    }
+    replicas, ranks = study.engine.replicas, study.engine.tensor_parallel_size
+    is_full = replicas * ranks >= profile.gpus * profile.nodes
+    fewer = f"engine.replicas: {replicas - 1}" if replicas > 1 else "a machine with more GPUs"
+    if (times := long.get("gradient step")) and gradients is not None and gradients.device == "cpu" and is_full:
+        ways = f"{fewer}, or search.algorithm: smac"
+        yield f"gradients take {times} on the CPU, because engines use every GPU: use {ways}"
+    if (times := long.get("verification")) and not placement.verifies_on_gpu:
+        less = "fewer of engine.verify's trials and samples"
+        if not fits_gpu(placement.num_parameters, profile):
+            yield f"verification takes {times} on the CPU, because one GPU is too small for it: use {less}"
+        elif placement.engines * ranks >= profile.gpus:
+            yield f"verification takes {times} on the CPU, because engines use every GPU: use {fewer}, or {less}"
+        else:  # of merges with alignments
+            yield f"verification takes {times} on the CPU: use {less}"
