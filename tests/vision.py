@@ -74,17 +74,20 @@ def clip_tokenizer() -> Any:
     return PreTrainedTokenizerFast(tokenizer_object=made, pad_token="<pad>", bos_token="<start>", eos_token="<end>")
 
 
-def tiny_clip(directory: str | Path, seed: int = 0, *, kind: str = "CLIPModel", layers: int = 2) -> Path:
+def tiny_clip(
+    directory: str | Path, seed: int = 0, *, kind: str = "CLIPModel", layers: int = 2, max_tokens: int = 12
+) -> Path:
     """Write a CLIP model for images of 28 x 28 pixels, with an image processor and a tokenizer.
 
-    `kind` is the class of transformers that is stored: the whole model, or one of the vision towers.
+    `kind` is the class of transformers that is stored: the whole model, or one of the vision towers. The text tower
+    reads at most `max_tokens` tokens.
     """
     import transformers
 
     tower = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": layers, "num_attention_heads": 4}
-    text = {**tower, "vocab_size": len(WORDS), "max_position_embeddings": 12, "bos_token_id": 1, "eos_token_id": 2}
+    text = {**tower, "vocab_size": len(WORDS), "max_position_embeddings": max_tokens}
     config = transformers.CLIPConfig(
-        text_config={**text, "pad_token_id": 0},
+        text_config={**text, "bos_token_id": 1, "eos_token_id": 2, "pad_token_id": 0},
         vision_config={**tower, "image_size": SIZE, "patch_size": 7, "projection_dim": 16},
         projection_dim=16,
     )
@@ -96,7 +99,7 @@ def tiny_clip(directory: str | Path, seed: int = 0, *, kind: str = "CLIPModel", 
     made.save_pretrained(directory)
     if kind == "CLIPModel":  # as files of older versions have it
         file = Path(directory) / "model.safetensors"
-        buffers = {"text_model.embeddings.position_ids": torch.arange(12)[None]}
+        buffers = {"text_model.embeddings.position_ids": torch.arange(max_tokens)[None]}
         save_file({**load_file(file), **buffers}, file, metadata={"format": "pt"})
     sides = {"height": SIZE, "width": SIZE}
     processor = transformers.CLIPImageProcessorPil(size={"shortest_edge": SIZE}, crop_size=sides)

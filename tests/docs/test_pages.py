@@ -416,12 +416,13 @@ def test_finetuning_options_are_in_a_table() -> None:
 
 
 def test_specifications_in_pages_are_valid() -> None:
-    one, fleet, images = (
+    one, fleet, images, clip = (
         parse_pipeline(parse_document(block.encode(), "finetuning", is_json=False))
         for block in page_of("docs/how-to/finetune.md").blocks_in("yaml")
     )
-    assert (one.is_fleet, fleet.is_fleet, images.is_fleet) == (False, True, False)
+    assert (one.is_fleet, fleet.is_fleet, images.is_fleet, clip.is_fleet) == (False, True, False, False)
     assert images.experts["mnist"].data.images is not None
+    assert clip.experts["pets"].data.templates is not None
 
 
 @pytest.mark.parametrize("kind", SPACES)

@@ -1,4 +1,4 @@
-"""The vision file of docs/papers: a CLIP ViT-B/32 with eight tasks is accepted and planned without weights."""
+"""The vision files of docs/papers: a CLIP ViT-B/32 with eight tasks is planned, and ten trainings are checked."""
 
 from __future__ import annotations
 
@@ -14,11 +14,15 @@ from search_spaces.study.image_suites import IMAGE_SUITES
 from service.engine_machines import VARIABLE
 from service.jobs.search.dry_run import check
 from tests.docs.test_papers import PAPERS
-from tests.vision import clip_tokenizer
+from tests.vision import clip_tokenizer, tiny_clip
 from tests.workers.evaluation.test_image_data_sets import png
+from workers.training.finetuning.fleet import parse_pipeline
+from workers.training.finetuning.trainer import check as check_training
 
 FILE = PAPERS / "hm3_clip_b32.yaml"
+EXPERTS = PAPERS / "mergopt_clip_experts.yaml"
 NUM_IMAGES = 200
+SPLITS = ("train", "test")
 # The settings of the image processor of ViT-B/32, in the form in which early versions of transformers wrote them.
 PROCESSOR = {
     "crop_size": 224,
@@ -70,13 +74,11 @@ def model(place: Path, *, is_whole: bool) -> str:
 
 @pytest.fixture
 def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """For each data set of the file, 200 images in the user's own directory."""
+    """For each data set of the ten tasks, two splits of 200 images in the user's own directory."""
     from datasets import ClassLabel, Dataset, Features, Image
 
-    document = yaml.safe_load(FILE.read_text())
     root = tmp_path / "data"
-    for task in {entry["task"] for entry in document["objectives"]}:
-        suite = IMAGE_SUITES[task]
+    for suite in IMAGE_SUITES.values():
         names = suite.classes or tuple(f"class_{number}" for number in range(40))
         rows = {
             "image": [{"bytes": png(number), "path": None} for number in range(NUM_IMAGES)],
@@ -85,12 +87,12 @@ def data(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         made = Dataset.from_dict(rows, features=Features({"image": Image(), "label": ClassLabel(names=list(names))}))
         place = root / suite.data
         (place / "data").mkdir(parents=True)
-        made.to_parquet(place / "data" / "test.parquet")
+        for split in SPLITS:
+            made.to_parquet(place / "data" / f"{split}.parquet")
         if suite.config is not None:  # as the hub's data sets name their configurations
-            files = (
-                f"configs: [{{config_name: {suite.config}, data_files: [{{split: test, path: data/test.parquet}}]}}]"
-            )
-            (place / "README.md").write_text(f"---\n{files}\n---\n")
+            files = [{"split": split, "path": f"data/{split}.parquet"} for split in SPLITS]
+            front = {"configs": [{"config_name": suite.config, "data_files": files}]}
+            (place / "README.md").write_text(f"---\n{yaml.safe_dump(front)}---\n")
     monkeypatch.setenv("MERGESEARCH_DATA", str(root))
 
 
@@ -107,3 +109,18 @@ def test_the_eight_tasks_are_planned_without_weights(
     assert plan.num_parameters == PARAMETERS
     assert plan.trials["search"] == document["search"]["max_trials"]
     assert "weights   not read: sizes are those of the models' configurations" in plan.to_text()
+
+
+@pytest.mark.slow
+def test_the_ten_experts_are_checked(data: None, tmp_path: Path) -> None:
+    """Each of MergOPT's ten experts has the data, classes and templates of its task, and passes the check."""
+    document = yaml.safe_load(EXPERTS.read_text())
+    document["base"] = str(tiny_clip(tmp_path / "base", max_tokens=77))
+    pipeline = parse_pipeline(document, PAPERS)
+    assert [f"clip_{alias}" for alias in pipeline.experts] == list(IMAGE_SUITES)
+    for alias, spec in pipeline.experts.items():
+        suite = IMAGE_SUITES[f"clip_{alias}"]
+        assert spec.data.images == f"hub:{suite.data}"
+        assert (spec.data.split, spec.data.configuration) == ("train", suite.config)
+        assert (spec.data.templates, spec.data.classes) == (suite.templates, suite.classes)
+        check_training(spec)

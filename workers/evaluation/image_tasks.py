@@ -63,6 +63,7 @@ __all__ = [
     "PreparedTask",
     "check_decodable",
     "check_right_answers",
+    "check_sizes",
     "image_facts",
     "load_image_task",
     "prepared_task",
@@ -408,7 +409,7 @@ class ImageTasks:
     def check_models(self, spec: TaskSpec, sources: ResolvedFamily) -> None:
         prepared = prepared_task(spec, sources)
         if (size := needed_size(sources.result_dir)) is not None:
-            _check_sizes(prepared.task.images, size)
+            check_sizes(prepared.task.images, size)
         largest = IMAGE_METRICS.get(spec.metric, 0)
         if prepared.head.num_classes <= largest:
             raise InvalidTask(
@@ -661,7 +662,7 @@ def check_decodable(images: ImageSet) -> None:
     cached(key, "yes")
 
 
-def _check_sizes(images: ImageSet, size: int) -> None:
+def check_sizes(images: ImageSet, size: int) -> None:
     """Raise InvalidTask if an image has not `size` x `size` pixels; the message names such images."""
 
     def problem(sample: ImageSample) -> str | None:

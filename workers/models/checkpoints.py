@@ -109,10 +109,17 @@ class Checkpoint:
         Tensors of task heads are included. Buffers of whole numbers, which models compute themselves, are left out.
         Raises InvalidModel if the model's weights are not on this machine.
         """
+        for name, info in self.unmerged_tensors().items():
+            yield name, self.read_stored(info)
+
+    def unmerged_tensors(self) -> dict[str, TensorInfo]:
+        """Description of each stored tensor that is not merged, keyed by its name; `unmerged` reads their values."""
+        found = {}
         for name, info in read_headers(self.directory, [], is_needed=lambda _: False).items():
             is_merged = self.modality.canonical(self.config, name) in self.layout.places
             if info.dtype in DTYPE_BYTES and not is_merged:
-                yield name, self.read_stored(info)
+                found[name] = info
+        return found
 
     @cached_property
     def is_here(self) -> bool:

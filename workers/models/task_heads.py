@@ -130,8 +130,16 @@ def head_tensors(checkpoint: Checkpoint) -> HeadTensors:
 
 
 def has_zero_shot_heads(checkpoint: Checkpoint) -> bool:
-    """Whether the model is a whole CLIP model, whose text tower computes a zero-shot head for any classes."""
-    return checkpoint.config.get("model_type") == "clip" and PROJECTION in checkpoint.tensors
+    """Whether the model is a whole CLIP model, whose text tower computes a zero-shot head for any classes.
+
+    An adapter to a whole CLIP model has the heads of that model.
+    """
+    return checkpoint.config.get("model_type") == "clip" and PROJECTION in _with_towers(checkpoint).tensors
+
+
+def _with_towers(checkpoint: Checkpoint) -> Checkpoint:
+    """The CLIP model whose text tower and projection `checkpoint` has: itself or, for an adapter, its base."""
+    return checkpoint if checkpoint.base is None else checkpoint.base
 
 
 def zero_shot_head(
@@ -140,10 +148,14 @@ def zero_shot_head(
     """Describe the zero-shot head of the CLIP model `alias` for a task's `classes`.
 
     `templates` are the texts that describe a class; None means the default template. Raises InvalidTask if `classes` is
-    None, because the head needs the names of the classes. `where` names the task's data in messages.
+    None or contains an empty name, because the head needs the names of the classes. `where` names the task's data in
+    messages.
     """
     if classes is None:
         message = f"{where}: labels are numbers, and a zero-shot head needs the classes' names; give `classes`"
+        raise InvalidTask(message, "task.classes")
+    if (index := next((i for i, name in enumerate(classes) if not name.strip("_ ")), None)) is not None:
+        message = f"{where}: class {index} has the name {classes[index]!r}; expected words that describe its images"
         raise InvalidTask(message, "task.classes")
     return TaskHead(alias, len(classes), tuple(classes), tuple(templates or DEFAULT_TEMPLATES))
 
@@ -169,6 +181,7 @@ def logits_of(
         weight, bias = rounded(found.weight), rounded(found.bias)
         return lambda features: linear(features, weight, bias)
     assert head.labels is not None
-    classes = class_embeddings(checkpoint.directory, head.labels, head.templates, dtype=dtype).to(device)
-    projection = rounded(checkpoint.read(PROJECTION))
+    whole = _with_towers(checkpoint)
+    classes = class_embeddings(whole.directory, head.labels, head.templates, dtype=dtype).to(device)
+    projection = rounded(whole.read(PROJECTION))
     return lambda features: linear(normalize(linear(features, projection), dim=-1), classes)

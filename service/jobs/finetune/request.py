@@ -147,9 +147,12 @@ def artifact_bytes(pipeline: Pipeline) -> int:
     """
     total = 0
     for spec in pipeline.experts.values():
-        tensors = open_checkpoint(locate(spec.base)).tensors.values()
+        base = open_checkpoint(locate(spec.base))
+        tensors = base.tensors.values()
         if spec.adapter is None:
-            total += sum(math.prod(tensor.shape) for tensor in tensors) * ELEMENT_BYTES[spec.dtype]
+            # Parts that are neither trained nor merged, such as CLIP's text tower, are written too.
+            written = {**base.unmerged_tensors(), **base.tensors}.values()
+            total += sum(math.prod(tensor.shape) for tensor in written) * ELEMENT_BYTES[spec.dtype]
         else:  # at most: two factors for each matrix
             pairs = sum(sum(tensor.shape) for tensor in tensors if len(tensor.shape) == 2)
             total += pairs * spec.adapter.rank * ELEMENT_BYTES["float32"]
@@ -173,11 +176,13 @@ def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, s
 
     if spec.data.file is not None:
         yield "data.file", spec.data.file
-    if spec.data.images is not None and is_wanted(spec.data.images):
+    if spec.data.images is not None and not spec.data.is_on_hub and is_wanted(spec.data.images):
         yield "data.images", spec.data.images
     for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
         place = f"evaluation.objectives.{index}.task"
         if isinstance(objective.task, DescribedTask):
+            if objective.task.is_on_hub:
+                continue
             if not objective.task.may_be_folder or is_wanted(objective.task.place):
                 yield f"{place}.{objective.task.place_key}", objective.task.place
         elif objective.task.endswith(PATH_SUFFIXES):

@@ -141,6 +141,26 @@ class TrainingModality(Protocol):
         """
         ...
 
+    def output_of(self, model: torch.nn.Module) -> str:
+        """Name of the output of `model` that losses are computed from; the method `tangent` linearizes this output."""
+        ...
+
+    def save(
+        self,
+        base: Path,
+        model: Any,
+        place: Path,
+        *,
+        dtype: torch.dtype,
+        weights: Mapping[str, torch.Tensor] | None,
+    ) -> None:
+        """Write a trained model to the directory `place`, with all parts of the base model that it was trained without.
+
+        `base` is the directory of the base model. `weights` are the trained weights, keyed by the names of `model`. If
+        `weights` is None, the weights of `model` are rounded to `dtype` in place and written.
+        """
+        ...
+
     def prepare(self, spec: FinetuneSpec, model: Any, examples: Any, device: torch.device) -> None:
         """Check that a loaded model supports the options of `spec`, and set up the model and the data for training.
 

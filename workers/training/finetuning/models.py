@@ -116,7 +116,7 @@ def load_model(
             model.enable_input_require_grads()
         model.gradient_checkpointing_enable({"use_reentrant": False})
     model.train()
-    tangent = TangentModel(model) if is_tangent else None
+    tangent = TangentModel(model, output=training.output_of(model)) if is_tangent else None
     loss = training.loss(model if tangent is None else tangent)
     if is_sharded:
         names = None if moved is None else _names(model, moved)

@@ -20,7 +20,7 @@ from workers.training.finetuning.history import LINEARIZED
 from workers.training.finetuning.modality import training_of
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec
 
-__all__ = ["TRAINING_FILE", "write_expert"]
+__all__ = ["TRAINING_FILE", "save_model", "write_expert"]
 
 # The file, beside the weights, that records how the expert was trained.
 TRAINING_FILE = "finetune.json"
@@ -51,10 +51,7 @@ def write_expert(
     with appearing(out, "expert") as place:
         dtype = getattr(torch, spec.dtype)
         if spec.adapter is None:
-            if weights is None:
-                model.to(dtype).save_pretrained(place)
-            else:
-                _without_weights(model, dtype).save_pretrained(place, state_dict=dict(weights), max_shard_size=MAX_FILE)
+            training_of(base).save(base, model, place, dtype=dtype, weights=weights)
             for name in open_checkpoint(base).modality.files:
                 if (base / name).is_file():
                     shutil.copyfile(base / name, place / name)
@@ -69,6 +66,20 @@ def write_expert(
         (place / TRAINING_FILE).write_text(json.dumps(document, indent=2) + "\n")
         (place / "README.md").write_text(_card(spec, base, facts=facts, values=values))
     return out
+
+
+def save_model(
+    model: Any, place: Path, *, dtype: torch.dtype, weights: Mapping[str, torch.Tensor] | None = None
+) -> None:
+    """Write the transformers model `model` to the directory `place`, in `dtype`.
+
+    `weights` are the weights to write, keyed by the names of `model`. If `weights` is None, the weights of `model` are
+    rounded to `dtype` in place and written.
+    """
+    if weights is None:
+        model.to(dtype).save_pretrained(place)
+    else:
+        _without_weights(model, dtype).save_pretrained(place, state_dict=dict(weights), max_shard_size=MAX_FILE)
 
 
 def _without_weights(model: Any, dtype: torch.dtype) -> Any:

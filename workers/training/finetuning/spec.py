@@ -17,6 +17,7 @@ from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.section import Line, Name, Section
 from search_spaces.study.checks import HINTS
 from search_spaces.study.file import resolved_file, resolved_model, resolved_objective
+from search_spaces.study.image_suites import HUB, IMAGE_SUITES, with_described_suites
 from search_spaces.study.objectives import DescribedTask, ObjectiveSpec
 from search_spaces.study.validation import in_file_order, problems_of
 from search_spaces.study.yaml import read_document
@@ -58,9 +59,10 @@ class Data(Section):
     dataset: Line | None = None
     """The name of a dataset on the hub, or its directory, in a form that the library datasets accepts."""
     configuration: Line | None = None
-    """The configuration (subset) of the dataset. Default: the dataset's only or default one."""
+    """The configuration (subset) of the dataset, or of a data set of images on the hub. Default: the only or default
+    one."""
     split: Line = "train"
-    """The split of the dataset that is used."""
+    """The split of the dataset, or of a data set of images on the hub, that is used."""
     prompt: Annotated[str, Field(min_length=1)] = "{{prompt}}"
     """Jinja template that makes the prompt from a row's keys."""
     completion: Annotated[str, Field(min_length=1)] = "{{completion}}"
@@ -75,17 +77,28 @@ class Data(Section):
     """The token with which rows are padded, if the tokenizer has no pad token."""
     images: Line | None = None
     """A folder with a directory of images for each class, or a JSONL file whose lines have an image's path, relative to
-    the file's directory, and its label: the name of a class, or the index of an output of the head."""
+    the file's directory, and its label: the name of a class, or the index of an output of the head. Or a data set of
+    the hub, as hub:OWNER/NAME, or the name of an image task of the papers, such as clip_eurosat, for its data set,
+    classes and templates."""
     classes: Annotated[tuple[Line, ...], Field(min_length=2)] | None = None
     """With images: the names of the classes in the order of the head's outputs. Default: the classes of the head, or,
     with a new head, those of the images in alphabetical order."""
+    templates: Annotated[tuple[Line, ...], Field(min_length=1)] | None = None
+    """With a whole CLIP model as base: texts that describe a class to its text tower, with {} in place of the class's
+    name. Default: "a photo of a {}."."""
     image: Line | None = None
     """With a JSONL file of images: the key of the path. Default: image."""
     label: Line | None = None
     """With a JSONL file of images: the key of the label. Default: label."""
     head: Line = BASE_HEAD
     """With images: the head that maps features to classes. base: that of the base; a directory or hub id: that of this
-    model; new: one that begins at 0 and is trained. Other heads stay as they are in training."""
+    model; new: one that begins at 0 and is trained. Other heads stay as they are in training. A whole CLIP model has
+    base alone: the zero-shot head that its text tower makes."""
+
+    @property
+    def is_on_hub(self) -> bool:
+        """Whether the images are a data set of the hub, and not files that the specification names."""
+        return self.images is not None and self.images.startswith(HUB)
 
 
 class Method(Section):
@@ -234,6 +247,7 @@ def parse_spec(document: Mapping[str, Any], directory: Path | None = None) -> Fi
     Relative paths are relative to `directory`; if `directory` is None, they are left as they are. Raises InvalidStudy
     with every problem found.
     """
+    document = _with_described_suites(document)
     try:
         spec = FinetuneSpec.model_validate_json(json.dumps(document), strict=True)
     except ValidationError as error:
@@ -263,12 +277,31 @@ def task_of(objective: ObjectiveSpec, *, seed: int, access: FileAccess | None = 
     )
 
 
+def _with_described_suites(document: Mapping[str, Any]) -> dict[str, Any]:
+    """Copy a specification's `document`, and replace the names of image tasks by what describes them.
+
+    Evaluation tasks become descriptions. As training data, a name stands for the task's data set, its classes and its
+    templates; options that the section `data` states are kept.
+    """
+    found = dict(document)
+    if isinstance(found.get("evaluation"), Mapping):
+        found["evaluation"] = with_described_suites(found["evaluation"])
+    data = found.get("data")
+    if isinstance(data, Mapping) and (suite := IMAGE_SUITES.get(str(data.get("images")))) is not None:
+        described = suite.description(None)
+        options = {"configuration": "config", "classes": "classes", "templates": "templates"}
+        stated = {option: described[key] for option, key in options.items() if key in described}
+        found["data"] = {**stated, **data, "images": described["images"]}
+    return found
+
+
 def _contradictions(spec: FinetuneSpec) -> list[Problem]:
     found = []
     data, training, method = spec.data, spec.training, spec.method
     if (data.file, data.dataset, data.images).count(None) != 2:
         found.append(Problem("data", "give either file or dataset, or images for a model that reads images"))
-    of_images = {"classes": data.classes, "image": data.image, "label": data.label}
+    of_images: dict[str, Any] = {"classes": data.classes, "image": data.image, "label": data.label}
+    of_images["templates"] = data.templates
     of_images["head"] = None if data.head == BASE_HEAD else data.head
     if data.images is None:
         found += [
@@ -320,7 +353,8 @@ def _resolved(spec: FinetuneSpec, directory: Path) -> FinetuneSpec:
         data = data.model_copy(update={"dataset": resolved_model(data.dataset, directory)})
     elif data.images is not None:
         head = data.head if data.head in (BASE_HEAD, NEW_HEAD) else resolved_model(data.head, directory)
-        data = data.model_copy(update={"images": resolved_file(data.images, directory), "head": head})
+        images = data.images if data.is_on_hub else resolved_file(data.images, directory)
+        data = data.model_copy(update={"images": images, "head": head})
     update: dict[str, Any] = {
         "base": resolved_model(spec.base, directory),
         "data": data,

@@ -20,6 +20,7 @@ from workers.training.finetuning.document_attention import document_bounds, use_
 from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.merge_losses import MergeLosses
 from workers.training.finetuning.models import check_packing, computes_in
+from workers.training.finetuning.result import save_model
 from workers.training.finetuning.spec import FinetuneSpec
 from workers.training.finetuning.target_loss import TargetLoss
 from workers.training.mergopt.tangent import LinearizedModel, TangentModel
@@ -100,6 +101,20 @@ class TextTraining:
 
     def loss(self, model: torch.nn.Module) -> TargetLoss:
         return TargetLoss(model)
+
+    def output_of(self, model: torch.nn.Module) -> str:
+        return "logits"
+
+    def save(
+        self,
+        base: Path,
+        model: Any,
+        place: Path,
+        *,
+        dtype: torch.dtype,
+        weights: Mapping[str, torch.Tensor] | None,
+    ) -> None:
+        save_model(model, place, dtype=dtype, weights=weights)
 
     def prepare(self, spec: FinetuneSpec, model: TrainedModel, examples: TextExamples, device: torch.device) -> None:
         if not spec.data.packing:

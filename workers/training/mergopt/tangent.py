@@ -22,30 +22,32 @@ __all__ = ["LinearizedModel", "TangentModel"]
 class TangentModel(torch.nn.Module):
     """Linearization of `model` at its weights at the time when this object is made.
 
-    The trained parameters are the parameters of `model`; the logits [rows, columns, vocabulary] are linear in them.
-    Attention must be eager, because fused kernels have no forward derivative.
+    The trained parameters are the parameters of `model`. The result is linear in them: it replaces the model's output
+    `output`, which is `logits` [rows, columns, vocabulary] for a language model. Attention must be eager, because fused
+    kernels have no forward derivative.
     """
 
-    def __init__(self, model: torch.nn.Module) -> None:
+    def __init__(self, model: torch.nn.Module, *, output: str = "logits") -> None:
         super().__init__()
         self.model = model
+        self._output = output
         self._origin = {
             name: parameter.detach().clone() for name, parameter in model.named_parameters() if parameter.requires_grad
         }
 
     def forward(self, **inputs: Any) -> torch.Tensor:
-        """Logits [rows, columns, vocabulary] of the linearized model, which is linear in the trained parameters.
+        """The output of the linearized model, which is linear in the trained parameters.
 
         `inputs` are the inputs of the model, such as `input_ids` [rows, columns].
         """
         moving = dict(self.model.named_parameters())
         differences = {name: moving[name] - origin for name, origin in self._origin.items()}
 
-        def logits(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
-            found: torch.Tensor = functional_call(self.model, parameters, kwargs=inputs).logits
+        def output(parameters: dict[str, torch.Tensor]) -> torch.Tensor:
+            found: torch.Tensor = getattr(functional_call(self.model, parameters, kwargs=inputs), self._output)
             return found
 
-        outputs: Any = jvp(logits, (self._origin,), (differences,))
+        outputs: Any = jvp(output, (self._origin,), (differences,))
         at_origin, slope = outputs
         total: torch.Tensor = at_origin + slope
         return total

@@ -1,7 +1,8 @@
 """Trainings on several ranks (gloo), for tests of shards: one process imports the trainer and forks into ranks.
 
 Run as `python -m tests.workers.training.finetuning.ranks DIRECTORY`, where DIRECTORY has a base model, an expert of it,
-data, and a ViT with images. The results of training NAME on N ranks are in the directory NAME-N. No test is here.
+data, and a ViT and a CLIP model with images. The results of training NAME on N ranks are in the directory NAME-N. No
+test is here.
 """
 
 from __future__ import annotations
@@ -54,6 +55,18 @@ TRAININGS: dict[str, dict[str, Any]] = {
             "every": 2,
             "samples": 4,
             "objectives": [{"name": "shapes", "task": {"images": "images", "head": "sums"}, "metric": "acc"}],
+        },
+    },
+    "clip": {
+        "base": "clip",
+        "data": {"file": None, "images": "images"},
+        # AdamW would make updates of the rounding in gradients of keys' biases, on which attention does not depend.
+        "method": {"optimizer": "sgd"},
+        "training": {"learning_rate": 0.1},
+        "evaluation": {
+            "every": 2,
+            "samples": 4,
+            "objectives": [{"name": "shapes", "task": {"images": "images", "head": "base"}, "metric": "acc"}],
         },
     },
 }

@@ -15,7 +15,7 @@ from safetensors import safe_open
 from safetensors.torch import load_file
 
 from tests.builders import tiny_llama
-from tests.vision import image_folder, tiny_vit
+from tests.vision import image_folder, tiny_clip, tiny_vit
 from tests.workers.training.finetuning.ranks import TRAININGS, spec_of
 from workers.models.checkpoints import open_checkpoint
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
@@ -38,6 +38,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
     tiny_llama(directory / "expert", seed=3)
     tiny_llama(directory / "large", layers=4, hidden=384)
     tiny_vit(directory / "vit", initializer_range=0.02)
+    tiny_clip(directory / "clip")
     image_folder(directory / "images")
     lines = [json.dumps({"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)}) for i in range(40)]
     (directory / "data.jsonl").write_text("\n".join(lines) + "\n")

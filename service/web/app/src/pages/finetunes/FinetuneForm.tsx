@@ -31,7 +31,7 @@ const OPTIONS: Record<Kind, { usual: string[]; more: string[] }> = {
     usual: ['dataset', 'configuration', 'split'],
     more: ['prompt', 'completion', 'max_length', 'packing', 'pad_token'],
   },
-  images: { usual: ['images'], more: ['classes', 'image', 'label'] },
+  images: { usual: ['images'], more: ['classes', 'templates', 'image', 'label'] },
 }
 
 /** The options of a fine-tuning as a form: one expert, or several that differ in their data. */

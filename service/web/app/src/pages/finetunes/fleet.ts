@@ -24,7 +24,7 @@ export function kindOf(content: unknown, path: Path): Kind {
 }
 
 // Keys of `data` that are refused beside text.
-const OF_IMAGES = ['classes', 'image', 'label', 'head'] as const
+const OF_IMAGES = ['classes', 'templates', 'image', 'label', 'head'] as const
 
 /**
  * What the data at `path` state so that an expert reads the kind `chosen` although it inherits another one: null, or
