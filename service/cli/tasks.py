@@ -3,13 +3,19 @@
 from __future__ import annotations
 
 import argparse
+import math
+import sys
 from collections.abc import Mapping
 from dataclasses import asdict
+from itertools import accumulate
 
 from service.cli.terminal import console, print_json
 from workers.evaluation.shipped_tasks import FetchedData, ShippedTask, fetch, shipped_tasks
 
 __all__ = ["fetch_task", "list_images", "list_tasks"]
+
+# Spaces between two columns.
+GAP = "  "
 
 
 def list_tasks(options: argparse.Namespace) -> int:
@@ -48,15 +54,25 @@ def list_images(options: argparse.Namespace) -> int:
 
 
 def _print_tasks(tasks: tuple[ShippedTask, ...]) -> None:
-    from rich.table import Table
-
-    table = Table(box=None, pad_edge=False)
-    for heading in ("task", "paper", "licence", "samples", "metric", "data"):
-        table.add_column(heading, overflow="fold")
-    for task in tasks:
-        data = "here" if task.is_here else f"not here: {', '.join(path for path in task.data if not task.places[path])}"
-        table.add_row(task.name, task.paper, task.licence, _sizes(task.sizes), task.metric, data)
-    console().print(table)
+    """Print a line for each task. On a terminal, the columns are those that fit without breaking a line."""
+    columns = {
+        "task": [task.name for task in tasks],
+        "samples": [_sizes(task.sizes) for task in tasks],
+        "data": ["here" if task.is_here else "not here" for task in tasks],
+        "metric": [task.metric for task in tasks],
+        "licence": [task.licence for task in tasks],
+        "paper": [task.paper for task in tasks],
+        "missing data": [", ".join(path for path in task.data if not task.places[path]) for task in tasks],
+    }
+    widths = {heading: max(map(len, (heading, *cells))) for heading, cells in columns.items()}
+    ends = accumulate(width + len(GAP) for width in widths.values())
+    room = console().width + len(GAP) if sys.stdout.isatty() else math.inf
+    shown = [heading for heading, end in zip(columns, ends, strict=True) if end <= room] or ["task"]
+    for cells in (shown, *zip(*(columns[heading] for heading in shown), strict=True)):
+        print(GAP.join(cell.ljust(widths[heading]) for heading, cell in zip(shown, cells, strict=True)).rstrip())
+    if left_out := [heading for heading in columns if heading not in shown]:
+        *others, last = left_out
+        print(f"{', '.join(others) + ' and ' if others else ''}{last}: in a wider terminal, or with --json")
 
 
 def _sizes(sizes: Mapping[str, int | str]) -> str:

@@ -23,7 +23,7 @@ from service.results.pictures import Contrast, contrasts, has_pictures
 from service.results.ranges import OutOfRange, out_of_range
 from service.results.record import RunRecord, SearchFigures
 from service.results.selection import best_trial, compared_with, finalists, full_budget_trials
-from service.store import EventRecord, Store
+from service.store import RELOAD_EVENTS, EventRecord, Store
 from service.store.documents import (
     ALIGNMENT_COST,
     ATTACKS,
@@ -58,9 +58,6 @@ READ_EVENTS = (
     EventKind.OUT_OF_RANGE,
     EventKind.STEERED,
 )
-
-# Events after which trials may have changed that no event names.
-RELOAD_EVENTS = (EventKind.ATTEMPT, EventKind.ENGINE_FAULT, EventKind.SCORED_AGAIN)
 
 # Events after which stored responses may have changed.
 RESPONSE_EVENTS = (EventKind.TEXTS_DELETED, EventKind.RESPONSES_REMOVED, *RELOAD_EVENTS)

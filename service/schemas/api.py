@@ -634,6 +634,13 @@ class TrialColumnsDocument(TypedDict):
         dict[str, list[Any]], Field(description="Column by name; all have a value, or null, for each trial.")
     ]
     event: Annotated[int, Field(description="Id of the study's last event, for `since` of the next request.")]
+    is_whole: Annotated[
+        bool,
+        Field(
+            description="Whether these are all trials, which replace those of earlier responses: without `since`, and "
+            "if any trial may have changed, as after another driver has taken over."
+        ),
+    ]
 
 
 class EventDocument(TypedDict):

@@ -34,9 +34,10 @@ from service.store.records import (
     JudgmentRecord,
 )
 from service.store.samples import VoidSample
-from service.store.sql import Store
+from service.store.sql import RELOAD_EVENTS, Store
 
 __all__ = [
+    "RELOAD_EVENTS",
     "BracketRecord",
     "EngineFaultRecord",
     "EvaluationRequest",

@@ -80,7 +80,7 @@ from service.types import (
 )
 from workers.types import SampleResult, Split
 
-__all__ = ["Store"]
+__all__ = ["RELOAD_EVENTS", "Store"]
 
 # Seconds until a store that waits tries again to open a database that does not answer.
 RETRY_S = 1.0
@@ -126,6 +126,16 @@ YIELDED = "it gave up its place"
 
 # Events that drivers without a result store.
 SETBACK_EVENTS = (EventKind.ATTEMPT, EventKind.JOB_REFUSED, EventKind.WAITING)
+
+# Events that name the trial whose result they change, and events after which trials may have changed that no event
+# names: a new driver may have taken over, or samples are scored again.
+TRIAL_EVENTS = (EventKind.TRIAL, EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.STEERED)
+RELOAD_EVENTS = (EventKind.ATTEMPT, EventKind.ENGINE_FAULT, EventKind.SCORED_AGAIN)
+
+# Seconds by which the clock of stored times may be set back without a chunk of samples being overlooked, and the rows
+# of chunks that are read at once.
+CLOCK_STEP_S = 10.0
+CHUNKS_AT_ONCE = 100
 
 
 class _Connections(Protocol):
@@ -1042,11 +1052,44 @@ class Store:
             rungs = self._rungs(connection, study_id, [row["number"] for row in rows])
         return tuple(trial_result(row, rungs.get(row["number"], ())) for row in rows)
 
-    def changed_trials(self, study_id: str, *, after: int) -> frozenset[int]:
-        """Numbers of the trials of a study that have changed, according to events with ids above `after`."""
-        kinds = (EventKind.TRIAL, EventKind.RUNG, EventKind.TRIAL_STATE, EventKind.STEERED)
-        payloads = (event.payload for event in self.events(study_id, after=after, kinds=kinds))
-        return frozenset(number for payload in payloads if (number := payload.get("trial")) is not None)
+    def changed_trials(self, study_id: str, *, after: int) -> frozenset[int] | None:
+        """Numbers of the trials of a study whose results may have changed since the event with the id `after`.
+
+        These are the trials that later events name, and the trials for which samples of search data were stored since:
+        a stored chunk of samples changes a trial's number of samples and its state without an event. Returns None if
+        any trial may have changed: after events of the kinds RELOAD_EVENTS, and if the study has no event with an id up
+        to `after` or none from `after` on, as after its database was restored from a backup.
+        """
+        table = schema.events
+        kinds = (*TRIAL_EVENTS, *RELOAD_EVENTS)
+        upto = sa.select(table.c.time).where((table.c.study == study_id) & (table.c.id <= after))
+        with self._reads.connect() as connection:
+            time_s: float | None = connection.execute(upto.order_by(table.c.id.desc()).limit(1)).scalar()
+        events = self.events(study_id, after=after, kinds=kinds)
+        if time_s is None or after > self.last_event_id(study_id) or any(e.kind in RELOAD_EVENTS for e in events):
+            return None
+        named = {number for event in events if (number := event.payload.get("trial")) is not None}
+        return frozenset(named | self._scored_trials(study_id, since=time_s - CLOCK_STEP_S))
+
+    def _scored_trials(self, study_id: str, *, since: float) -> set[int]:
+        """Numbers of the trials of a study for which samples of search data were stored after the time `since`.
+
+        `since` is in seconds since the epoch. Only the newest chunks are read, from the last one back to `since`.
+        """
+        table = schema.evidence
+        newest = sa.select(table.c.id, table.c.trial, table.c.prompts, table.c.finished_at)
+        newest = newest.where(table.c.study == study_id).order_by(table.c.id.desc()).limit(CHUNKS_AT_ONCE)
+        found: set[int] = set()
+        with self._reads.connect() as connection:
+            query = newest
+            while rows := connection.execute(query).all():
+                for _, trial, prompts, finished_at in rows:
+                    if finished_at < since:
+                        return found
+                    if any(key.startswith(f"{Split.SEARCH} ") for key in prompts):
+                        found.add(trial)
+                query = newest.where(table.c.id < rows[-1].id)
+        return found
 
     def configurations(self, study_id: str, numbers: Set[int] | None = None) -> dict[int, dict[str, Any]]:
         """Read the configurations of the trials of a study with the given numbers (None: all), keyed by trial number.

@@ -161,7 +161,13 @@ async def get_columns(
         ),
     ] = None,
     since: Annotated[
-        int | None, Query(description="Id of an event: only trials that have changed after it.", ge=0, le=MAX_ID)
+        int | None,
+        Query(
+            description="`event` of an earlier response: only trials that have changed since, unless any may have "
+            "(`is_whole`).",
+            ge=0,
+            le=MAX_ID,
+        ),
     ] = None,
 ) -> Response:
     """The trials of a study as columns, for tables and charts of many trials.
@@ -177,9 +183,10 @@ async def get_columns(
 def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, since: int | None) -> bytes:
     """Encode the trials of a study as JSON, as columns.
 
-    `choice` selects the columns; None means all columns. Only trials that have changed after the event with the id
+    `choice` selects the columns; None means all columns. Only trials that may have changed after the event with the id
     `since` are encoded; None means all trials.
     """
+    # The event is read first: what changes between the reads is encoded once more for the next request.
     event = services.store.last_event_id(study.id)
     numbers = None if since is None else services.store.changed_trials(study.id, after=since)
     trials = services.store.trial_results(study.id, numbers)
@@ -187,7 +194,7 @@ def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, 
     if choice is not None:
         chosen = choice.of(columns)
         columns = {name: values for name, values in columns.items() if name in chosen}
-    return Json.encode(TrialColumnsDocument(columns=columns, event=event))
+    return Json.encode(TrialColumnsDocument(columns=columns, event=event, is_whole=numbers is None))
 
 
 @router.get(

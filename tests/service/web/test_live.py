@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import sqlalchemy as sa
-from playwright.sync_api import Browser, Locator, Page
+from playwright.sync_api import Browser, Locator, Page, Response
 
 from service.store import JobWriter, schema
-from service.types import EventKind, JobState
+from service.types import EventKind, JobState, TrialRecord
 from tests.service.api.harness import ApiServer, snapshot, stored_study, write_trial
 from tests.service.synthetic_run import run_record
 from tests.service.web.driving import expect, press, visit
@@ -22,12 +24,12 @@ NUM_TABS = 10
 NUM_STUDIES, NUM_STREAMS = 7, 4
 
 
-def begun(server: ApiServer, name: str = "live") -> JobWriter:
-    """The writer of the driver of a running study that has its baselines."""
+def begun(server: ApiServer, name: str = "live", trials: Sequence[TrialRecord] | None = None) -> JobWriter:
+    """The writer of the driver of a running study that has `trials`, by default its baselines."""
     record = stored_study(server.store, name=name)
     writer = server.store.open_attempt(record.id)
     writer.set_state(JobState.RUNNING)
-    for trial in run_record(num_trials=40).whole_trials[:9]:
+    for trial in run_record(num_trials=40).whole_trials[:9] if trials is None else trials:
         write_trial(writer, trial)
     return writer
 
@@ -143,6 +145,47 @@ def test_a_table_waits_for_the_reader(browser: Browser, server: ApiServer) -> No
         press(chip)
         expect(page.get_by_text("12 trials", exact=True)).to_be_visible()
         expect(chip).to_have_count(0)
+
+
+def test_only_changed_trials_are_loaded_again(browser: Browser, server: ApiServer) -> None:
+    """A live study costs what has changed: all trials are loaded once, and again only after another driver began."""
+    made = run_record(num_trials=240).whole_trials
+    num_first, num_later = 200, 4
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
+        writer = begun(server, trials=made[:num_first])
+        answers: list[Response] = []
+        opened.page.on("response", lambda answer: answers.append(answer) if "/trials/columns?" in answer.url else None)
+        page = opened.goto(f"/studies/{writer.job_id}")
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        history = page.get_by_role("img", name=re.compile("of every trial"))
+
+        def shows(num_trials: int) -> None:
+            scored = sum(bool(trial.rungs) for trial in made[:num_trials])
+            words = re.compile(rf"of {scored} trials at full budget")
+            expect(history).to_have_attribute("aria-label", words, timeout=15_000)
+
+        shows(num_first)
+        for number in range(num_first, num_first + num_later):
+            write_trial(writer, made[number])
+            shows(number + 1)
+        first, *later = read(answers)
+        assert first["is_whole"]
+        assert len(first["columns"]["number"]) == num_first
+        assert not any(answer["is_whole"] for answer in later)
+        rows = [number for answer in later for number in answer["columns"]["number"]]
+        assert set(rows) == set(range(num_first, num_first + num_later))
+        # A trial is sent again if it was being stored when it was sent.
+        assert len(rows) <= 3 * num_later
+        assert ["since=" in answer.url for answer in answers] == [False, *(True for _ in answers[1:])]
+        again = server.store.open_attempt(writer.job_id)
+        write_trial(again, made[num_first + num_later])
+        shows(num_first + num_later + 1)
+        assert any(answer["is_whole"] for answer in read(answers)[len(later) + 1 :])
+
+
+def read(answers: Sequence[Response]) -> list[Any]:
+    """The documents of answers that have one: the browser has those of others already."""
+    return [answer.json() for answer in answers if answer.status == 200]
 
 
 def test_a_silent_driver_is_said(browser: Browser, server: ApiServer) -> None:

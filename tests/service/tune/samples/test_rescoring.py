@@ -15,10 +15,10 @@ from search_spaces.recipe import Recipe
 from service.errors import StudyFailed
 from service.jobs.search.attempt import _check_engines, _is_closed
 from service.resolved_study import ResolvedStudy
-from service.store import Store
+from service.store import Store, sql
 from service.tune.coordinator import Coordinator
 from service.tune.samples import rescoring
-from service.types import EventKind, JobState, TrialState
+from service.types import EventKind, JobState, TrialResult, TrialState
 from tests.service.tune.harness import coordinator_of, drive, make_plan, new_study, score, trial_list
 from workers.errors import EngineFault
 from workers.serving.fake import FakeScorer
@@ -150,6 +150,35 @@ def test_faulty_scores_are_repeated(tmp_path: Path, studies: tuple[Store, list[s
         assert fault["samples"] == by_one > 0
         assert events(store, study, EventKind.SCORED_AGAIN) == [{"samples": by_one}]
         assert store.void_samples(study) == ()
+
+
+def test_readers_of_changed_trials_have_every_change(
+    studies: tuple[Store, list[str]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """At each step of a search, also one with samples that are scored again, the trials that changed are named."""
+    monkeypatch.setattr(sql, "CLOCK_STEP_S", 0.0)
+    store, (study, _) = studies
+    known, event, num_read = dict[int, Any](), 0, list[int | None]()
+
+    def follow(_: str) -> None:
+        nonlocal event
+        numbers = store.changed_trials(study, after=event)
+        event = store.last_event_id(study)
+        if numbers is None:
+            known.clear()
+        num_read.append(None if numbers is None else len(numbers))
+        known.update((trial.number, columns_of(trial)) for trial in store.trial_results(study, numbers))
+        assert known == {trial.number: columns_of(trial) for trial in store.trial_results(study)}
+
+    def columns_of(trial: TrialResult) -> Any:
+        return replace(trial, timings_s={})  # which columns lack
+
+    scorer = Replicas(FakeScorer(replica="one", fails_canary_at=20), FakeScorer(replica="two"))
+    drive(coordinator_of(store, study, max_trials=SIZES[0], observer=follow), scorer)
+    follow("end")
+    assert events(store, study, EventKind.SCORED_AGAIN)
+    assert 1 < num_read.count(None) < len(num_read) / 4
+    assert max(number for number in num_read if number is not None) < len(known)
 
 
 def test_changed_values_fail_every_study(

@@ -1,6 +1,7 @@
 /** Queries of the API: each has one key, under which all views share its answer. */
 import { queryOptions } from '@tanstack/react-query'
 import { api, useCsrfToken } from './client'
+import { type TrialColumns, merged } from './columns'
 import { isFinished } from './jobs'
 import { afterFailure } from './retry'
 import type { paths } from './schema'
@@ -33,17 +34,24 @@ export const study = (id: string) =>
     refetchInterval: ofRunning,
   })
 
-/** Everything but parameters of every trial, for charts. */
-export const columns = (id: string, fields = '*') =>
-  queryOptions({
-    queryKey: ['study', id, 'columns', fields],
-    queryFn: async ({ signal }) => {
-      const query = { fields }
+/**
+ * Columns of every trial, for charts, among them `number`. All trials are loaded once, and then those that have changed
+ * since.
+ */
+export const columns = (id: string, fields = '*') => {
+  const queryKey = ['study', id, 'columns', fields]
+  return queryOptions({
+    queryKey,
+    queryFn: async ({ signal, client }) => {
+      const known = client.getQueryData<TrialColumns>(queryKey)
+      const query = known ? { fields, since: known.event } : { fields }
       const path = '/v1/studies/{study_id}/trials/columns'
       const found = (await api.GET(path, { params: { path: { study_id: id }, query }, signal })).data!
-      return { columns: found.columns as Columns, event: found.event }
+      return merged(known, { ...found, columns: found.columns as Columns })
     },
+    structuralSharing: false, // what has not changed is shared already
   })
+}
 
 // Trials from whose configurations the names of the parameters are taken; a column of each would be large.
 const NAMED_TRIALS = 200
