@@ -438,7 +438,8 @@ def _cost_contradictions(parts: ValidParts) -> Iterator[Problem]:
         if costs.setdefault(spec.cost, index) != index:
             message = f"{spec.cost} is also the cost of objectives.{costs[spec.cost]}; leave out one of the two"
             yield Problem(f"objectives.{index}.cost", message)
-    if parts.costs and len(parts.costs) == len(parts.objective_names) and not is_given:
+    proposes = parts.search is None or parts.search.proposes
+    if parts.costs and len(parts.costs) == len(parts.objective_names) and proposes:
         yield Problem("objectives", "has costs only, which are least for the smallest merge; add one with a task")
 
 

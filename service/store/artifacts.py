@@ -212,16 +212,21 @@ class ArtifactStore:
         """Total size in bytes of the artifacts of a team's jobs.
 
         An artifact is a directory of files that a job made, such as a trained model. If several jobs of the team have
-        stored the same artifact, it counts once. Exports for download do not count. A merge that was exported as a
-        source of another study counts only for the team of the study that uses it. If `with_job` is the id of a job,
-        the artifacts of this job are counted too; the result is then the size after the job has moved to the team.
+        stored the same artifact, it counts once. Exports of studies for download do not count. A merge that a study
+        exported as a source of another study counts for the team of that other study while it is stored, and else for
+        the exporting study's team. If `with_job` is the id of a job, the artifacts of this job are counted too; the
+        result is then the size after the job has moved to the team.
         """
         table, jobs = schema.artifacts, schema.studies
+        other = table.alias()
+        is_used = sa.exists().where((other.c.digest == table.c.digest) & (other.c.study != table.c.study))
+        is_export = table.c.name.startswith(EXPORT_PREFIX)
+        is_source = table.c.name.like(f"{SOURCE_PREFIX}%-%") & is_used
         query = (
             sa.select(table.c.digest, table.c.num_bytes)
             .join(jobs, jobs.c.id == table.c.study)
-            .where(((jobs.c.team == team) | (jobs.c.id == with_job)) & ~table.c.name.startswith(EXPORT_PREFIX))
-            .where(~table.c.name.like(f"{SOURCE_PREFIX}%-%"))
+            .where((jobs.c.team == team) | (jobs.c.id == with_job))
+            .where((jobs.c.kind != "search") | ~(is_export | is_source))  # a fine-tuning names artifacts as its experts
             .distinct()
         )
         with self._reads.connect() as connection:

@@ -663,10 +663,13 @@ def check_decodable(images: ImageSet) -> None:
 
 
 def check_sizes(images: ImageSet, size: int) -> None:
-    """Raise InvalidTask if an image has not `size` x `size` pixels; the message names such images."""
+    """Raise InvalidTask if an image is broken or has not `size` x `size` pixels; the message names such images."""
 
     def problem(sample: ImageSample) -> str | None:
-        image = decoded(images.read(sample), str(sample.file))
+        try:
+            image = decoded(images.read(sample), str(sample.file))
+        except ValueError as error:
+            return str(error)
         if image.size == (size, size):
             return None
         return (

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import ItemsView, Iterator, KeysView, Mapping, Set, ValuesView
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -150,11 +150,11 @@ class RowTemplates:
 
 
 class _NoTextError(ValueError):
-    """Raised when an expression in a template has a value that is not text (null, a list or an object)."""
+    """Raised when an expression in a template has a value that is not text, such as null, a list or an object."""
 
 
 def _as_text(value: Any) -> Any:
-    """Return a template's value, unless it is null, a list or an object, which Jinja would write as Python code.
+    """Return a template's value, unless it is one that Jinja would write as Python code, such as null or a list.
 
     Raises _NoTextError for such a value.
     """
@@ -163,6 +163,10 @@ def _as_text(value: Any) -> Any:
     if isinstance(value, list | tuple | Mapping):
         kind = "an object" if isinstance(value, Mapping) else "a list"
         raise _NoTextError(f"{kind}; expected text: pick an item of it, or use a filter, such as join or tojson")
+    is_function = callable(value) and not isinstance(value, jinja2.Undefined)
+    if is_function or isinstance(value, Iterator | KeysView | ValuesView | ItemsView | Set):
+        kind = "a function" if is_function else f"of the type {type(value).__name__}"
+        raise _NoTextError(f"{kind}; expected text: use a filter, such as join")
     return value
 
 

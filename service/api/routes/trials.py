@@ -13,7 +13,7 @@ from starlette.responses import Response
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.searchers import SEARCHERS
-from service.api.conditional import NOT_MODIFIED, answer_from_trials, tagged
+from service.api.conditional import NOT_MODIFIED, answer_computed, answer_from_trials, tagged
 from service.api.dependencies import (
     MAX_ID,
     MAX_NUMBER,
@@ -177,7 +177,14 @@ async def get_columns(
     objective and parameter. Values are given for the highest rung that the trial has finished.
     """
     choice = None if fields is None else ColumnChoice(fields)
-    return await tagged(request, services.records, study.id, lambda: _columns(services, study, choice, since))
+    if since is None:
+        return await tagged(request, services.records, study.id, lambda: _columns(services, study, choice, None))
+
+    async def changes() -> tuple[bytes, bool]:
+        """The trials that have changed; newly scored samples change a trial without an event, and so without a tag."""
+        return await run_in_threadpool(_columns, services, study, choice, since), False
+
+    return await answer_computed(request, services.records, study.id, changes)
 
 
 def _columns(services: Services, study: JobRecord, choice: ColumnChoice | None, since: int | None) -> bytes:

@@ -56,13 +56,17 @@ def _advice(
     is_full = replicas * ranks >= profile.gpus * profile.nodes
     fewer = f"engine.replicas: {replicas - 1}" if replicas > 1 else "a machine with more GPUs"
     if (times := long.get("gradient step")) and gradients is not None and gradients.device == "cpu" and is_full:
-        ways = f"{fewer}, or search.algorithm: smac"
+        is_refined = study.search.refinement is not None
+        ways = f"{fewer}, or {'no search.refinement' if is_refined else 'search.algorithm: smac'}"
         yield f"gradients take {times} on the CPU, because engines use every GPU: use {ways}"
     if (times := long.get("verification")) and not placement.verifies_on_gpu:
         less = "fewer of engine.verify's trials and samples"
         if not fits_gpu(placement.num_parameters, profile):
             yield f"verification takes {times} on the CPU, because one GPU is too small for it: use {less}"
         elif placement.engines * ranks >= profile.gpus:
-            yield f"verification takes {times} on the CPU, because engines use every GPU: use {fewer}, or {less}"
+            # One GPU must be free on the machine with most engines.
+            free = min(replicas, placement.nodes * ((profile.gpus - 1) // ranks))
+            some = f"engine.replicas: {free}" if free else "a machine with more GPUs"
+            yield f"verification takes {times} on the CPU, because engines use every GPU: use {some}, or {less}"
         else:  # of merges with alignments
             yield f"verification takes {times} on the CPU: use {less}"

@@ -5,7 +5,7 @@
 - `files`: the files that a study may name when it was sent over HTTP
 - `models`: models, weights and engine support, and whether a stored study's models are unchanged
 - `algorithm`: the choice of a study's searcher
-- `recipes`: recipes that a study scores in place of a search
+- `recipes`: recipes that a study scores in place of a search, or before it
 - `tasks`: tasks, objectives and prompts
 - `contamination`: search data that are also in held-out data or benchmarks
 - `gradients`: where gradients are computed

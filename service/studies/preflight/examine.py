@@ -287,7 +287,7 @@ def _check_sample_limit(
     infos: Mapping[str, TaskInfo],
     problems: list[Problem],
 ) -> None:
-    """Check that the limit of samples suffices for the baselines, the first proposals and the refinement of the front.
+    """Check that the limit of samples suffices for baselines, given recipes, first proposals and the refinement.
 
     The first proposals are one trial or, with Hyperband, the whole first bracket (ladder of rungs) of `cycle`. The
     refinement learns coefficients of the trials on the Pareto front. `sources` are the models of the study, from which
@@ -310,12 +310,13 @@ def _check_sample_limit(
         return
     first, *_ = bracket_plan(cycle, study.search.max_trials)
     is_whole = study.fidelity.scheduler == "hyperband" and first.first_rung < len(totals) - 1
-    least = len(baselines) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
+    recipes = study.search.recipes
+    least = (len(baselines) + len(recipes)) * totals[-1] + (first.samples(totals) if is_whole else totals[-1])
     refinement = refinement_of(study, infos)
     least += 0 if refinement is None else refinement.most_samples(totals[-1])
     if most < least:
         what = f"the first bracket of {first.num_configurations} trials" if is_whole else "one trial"
-        parts = [f"{len(baselines)} baselines"] * bool(baselines) + [what]
+        parts = [f"{len(baselines)} baselines"] * bool(baselines) + [f"{len(recipes)} recipes"] * bool(recipes) + [what]
         parts += [f"the refinement of {refinement.options.paths} paths"] if refinement is not None else []
         scored = " and ".join((", ".join(parts[:-1]), parts[-1])) if len(parts) > 1 else what
         message = f"{most:,} is below the {least:,} samples of {scored}"

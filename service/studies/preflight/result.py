@@ -185,7 +185,7 @@ class PreflightResult:
         start: Checkpoints of another study from which the searcher's policies (networks) start; empty if the policies
             start untrained.
         observed: Results of an earlier study that the searcher knows from its first proposal on.
-        recipes: Recipes that the study file lists, with their names; they are scored in place of a search.
+        recipes: Recipes that the study file lists, with their names; they are scored in place of a search or before it.
         lacks: Reasons why the study does not fit into the memory of the machines. The reasons are in this field only if
             a plan is to be made; otherwise a lack of memory is a problem, and is raised.
         dtype: Dtype in which engines compute, on the machines for which the study was checked.

@@ -287,6 +287,10 @@ def test_a_source_counts_for_the_team_of_the_study_that_has_it(store: Store, pla
         (tmp_path / name / "weights").write_text(text)
     artifacts.put(red, "math", tmp_path / "expert")
     source = artifacts.put(red, "source-0123456789abcdef-bfloat16", tmp_path / "model")
-    assert artifacts.num_bytes_of_team("red") == 5
+    assert artifacts.num_bytes_of_team("red") == 5 + 7, "no study has the source yet"
     artifacts.keep(blue, f"source-{source.digest[:16]}", source.digest)
     assert (artifacts.num_bytes_of_team("red"), artifacts.num_bytes_of_team("blue")) == (5, 7)
+    trained = store.create_job(kind="finetune", name="t", document={}, accepted=NOTHING.to_json(), team="green").id
+    for name in ("source-code-python", "export-sql"):  # experts may have such names
+        artifacts.put(trained, name, tmp_path / "expert")
+    assert artifacts.num_bytes_of_team("green") == 5

@@ -321,6 +321,9 @@ def test_a_study_begins_with_a_mergekit_file(visitor: Visit, http: httpx.Client,
     expect(field(page, "name")).to_have_value("my-merge")
     assert written(page) == begun["study"]
     assert written(page)["search"]["recipes"][0]["recipe"]["merge_method"] == "ties"
+    page.reload()
+    expect(page.get_by_text("Models and a recipe are those of my merge.yml")).to_be_visible()
+    assert written(page) == begun["study"]
     file.write_text("merge_method: tise\n")
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="A mergekit file").click()

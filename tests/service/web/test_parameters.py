@@ -62,8 +62,7 @@ def test_a_narrow_chart_has_room_for_its_bars(visitor: Visit, full: JobRecord) -
     expect(figure).to_be_visible(timeout=FIRST_IMPORTANCE_MS)
     page.set_viewport_size({"width": 320, "height": 800})
     wait_until(page, "document.querySelector('#importance ~ figure canvas').clientWidth < 320")
-    page.wait_for_timeout(500)  # a frame draws it anew
-    assert figure.evaluate(BLUE) > 1000
+    wait_until(page, f"({BLUE})(document.querySelector('#importance ~ figure')) > 1000")
 
 
 def test_sliders_filter_the_trials(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:

@@ -129,7 +129,8 @@ def _problems(settings: Mapping[str, Any], found: Layout, tensors: Mapping[str, 
         yield "a CLIP model with a classifier; expected a whole CLIP model, or a vision tower, for zero-shot heads"
     labels = settings.get("id2label")
     if weight is not None and isinstance(labels, Mapping) and labels and weight.shape[:1] != (len(labels),):
-        yield f"its head has {weight.shape[0]} classes, id2label in config.json names {len(labels)}"
+        number = weight.shape[0] if weight.shape else "no"
+        yield f"its head has {number} classes, id2label in config.json names {len(labels)}"
     bias = tensors.get("classifier.bias")
     if (weight is None) != (bias is None):
         there, lacking = ("weight", "bias") if bias is None else ("bias", "weight")

@@ -298,11 +298,19 @@ class PolicyTraining:
         episodes = [self.play(number) for number in self.numbers_in(iteration)]
         own = [(each.path, each.scales) for each in episodes]
         told = own if paths is None else [*zip(paths, scales or [()] * len(paths), strict=True)]
-        if own != told:
+        # A scored path may be the one that the policy built, and yet be merged for another vector.
+        moved = [
+            index is not None and self.preferences[index] != each.preference
+            for index, each in zip(vectors or [None] * len(episodes), episodes, strict=True)
+        ]
+        if own != told or any(moved):
             source = self.source_of(iteration, newest=iteration - 2)
             given = self._play(iteration, source, paths=paths, scales=scales, vectors=vectors).values()
             # From version 3 on, episodes with the path that the policy built keep their proto-actions.
-            keeps = [self.options.version > 2 and each == other for each, other in zip(own, told, strict=True)]
+            keeps = [
+                self.options.version > 2 and each == other and not is_moved
+                for each, other, is_moved in zip(own, told, moved, strict=True)
+            ]
             episodes = [old if k else new for k, old, new in zip(keeps, episodes, given, strict=True)]
         learner = self._learner(iteration, self.source_of(iteration, newest=iteration - 1))
         if restarts:

@@ -242,6 +242,22 @@ def test_given_recipes_are_planned(
     assert found.algorithm.name == algorithm
 
 
+def test_given_recipes_are_part_of_the_least_samples(root: Path) -> None:
+    """A limit that the baselines and the given recipe use up leaves nothing for the search."""
+    given = {"recipes": [{"name": "mine", "recipe": MERGEKIT}], "recipes_only": False, "max_trials": 14}
+    with pytest.raises(InvalidStudy, match=r"limits.max_samples: .* 10 baselines, 1 recipes and the first bracket"):
+        examined(root, search=given, limits={"max_samples": 11 * 72})
+
+
+def test_a_search_beside_given_recipes_needs_a_task(root: Path) -> None:
+    """Recipes alone may be compared by their costs; a search would only find the smallest merge."""
+    given = {"recipes": [{"name": "mine", "recipe": MERGEKIT}]}
+    costs = [{"name": "parameters", "cost": "parameters"}]
+    study_of(root, search=given, objectives=costs, holdout=[], fidelity={"scheduler": "none"})
+    with pytest.raises(InvalidStudy, match="has costs only"):
+        study_of(root, search={**given, "recipes_only": False}, objectives=costs, holdout=[])
+
+
 def test_recipes_only_is_for_given_recipes(root: Path) -> None:
     with pytest.raises(InvalidStudy, match=r"search.recipes_only: false has no effect without search.recipes"):
         study_of(root, search={"recipes_only": False})

@@ -102,6 +102,9 @@ def test_conversation_under_other_keys(
         ({"q": "a", "c": {"text": "b"}}, {"prompt": "{{q}}", "completion": "{{ c }}"}, "completion is an object"),
         ({"q": ["a"], "c": "b"}, {"prompt": "Q: {{q}}", "completion": "{{c}}"}, "a value is a list; expected text"),
         ({"q": {"r": {"s": "a"}}, "c": "b"}, {"prompt": "{{q.r}}", "completion": "{{c}}"}, "a value is an object"),
+        ({"q": ["a"], "c": "b"}, {"prompt": "{{q | reverse}}", "completion": "{{c}}"}, "of the type list_reverseit"),
+        ({"q": {"a": 1}, "c": "b"}, {"prompt": "{{q.keys()}}", "completion": "{{c}}"}, "of the type dict_keys"),
+        ({"q": {"a": 1}, "c": "b"}, {"prompt": "{{q.items}}", "completion": "{{c}}"}, "a value is a function"),
     ],
 )
 def test_lists_and_objects_are_not_written_as_python(

@@ -221,6 +221,15 @@ def test_conditioned_policy_learns_for_the_vector_of_the_path() -> None:
     assert list(map(tuple, memory["preferences"].tolist())) == expected
 
 
+def test_the_same_path_may_be_merged_for_another_vector() -> None:
+    """A mutant may have the path that the policy built, with merged layers of another vector."""
+    own = training(is_conditioned=True)
+    paths = [own.play(number).path for number in own.numbers_in(1)]
+    own.learn(1, torch.zeros(4, 2), paths=paths, vectors=[2, None, None, None])
+    memory = torch.load(io.BytesIO(own.saved[1]), weights_only=True)["memory"]
+    assert tuple(memory["preferences"][0].tolist()) == VECTORS[2] != own.preference_of(own.numbers_in(1)[0])
+
+
 # The toy environment.
 
 

@@ -1,7 +1,7 @@
 import { Button, FileButton } from '@mantine/core'
 import { useMutation, useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { useRef, useState } from 'react'
+import { useMemo, useRef } from 'react'
 import { api } from '../../api/client'
 import { session as sessionQuery } from '../../api/queries'
 import { maySubmit } from '../../api/rights'
@@ -12,6 +12,7 @@ import { StudyPicker } from '../../parts/StudyPicker'
 import { newStudyRoute } from '../../router'
 import { EXAMPLES } from './examples'
 import { EnqueueRecipe } from './new/EnqueueRecipe'
+import { useDraft } from './new/drafts'
 import { StudyEditor } from './new/StudyEditor'
 import { schemasQuery } from './new/schemas'
 import { asYaml } from './new/yamlText'
@@ -43,7 +44,8 @@ function Begun({ session }: { session: Session }) {
   const navigate = newStudyRoute.useNavigate()
   const { from, finetune } = search
   const example = EXAMPLES.find(({ name }) => name === search.example)?.name
-  const [merge, setMerge] = useState<BegunStudy>()
+  const [begun, setBegun, forgetBegun] = useDraft('mergekit file', '') // outlasts a reload, as the edited text does
+  const merge = useMemo(() => (begun === '' ? undefined : (JSON.parse(begun) as BegunStudy)), [begun])
   const name = merge ? `mergekit ${merge.number}` : `${from} ${finetune} ${example}`
   const schemas = useQuery(schemasQuery)
   const start = useQuery({
@@ -60,7 +62,9 @@ function Begun({ session }: { session: Session }) {
   })
   const editor = (text: string) => (
     <Answer of={schemas}>
-      {(found) => <StudyEditor key={name} name={name} start={text} schemas={found} session={session} />}
+      {(found) => (
+        <StudyEditor key={name} name={name} start={text} schemas={found} session={session} onSubmitted={forgetBegun} />
+      )}
     </Answer>
   )
   return (
@@ -73,12 +77,12 @@ function Begun({ session }: { session: Session }) {
           more={EXAMPLES.slice(1).map(({ name: value, label }) => ({ value: `example ${value}`, label }))}
           value={from ?? (example && example !== EXAMPLES[0]!.name ? `example ${example}` : undefined)}
           onChange={(chosen) => {
-            setMerge(undefined)
+            setBegun('')
             const [, shippedName] = /^example (.*)$/.exec(chosen ?? '') ?? []
             navigate({ search: shippedName === undefined ? { from: chosen } : { example: shippedName } })
           }}
         />
-        <FromMergekit onBegun={setMerge} />
+        <FromMergekit onBegun={(file) => setBegun(JSON.stringify(file))} />
       </div>
       {merge !== undefined ? (
         <>

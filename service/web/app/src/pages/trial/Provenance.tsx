@@ -53,9 +53,11 @@ function Origin({ study, trial }: { study: Study; trial: ShownTrial }) {
       term: 'verification',
       value: provenance.verification
         ? verified(provenance.verification)
-        : isFinished(study)
-          ? '○ Not verified: the trial was not one of those that were scored again with transformers'
-          : '○ Not verified yet: trials are scored again with transformers at the end of the study',
+        : study.state === 'FAILED' || study.state === 'CANCELLED'
+          ? '○ Not verified: the study ended before its trials were scored again with transformers'
+          : isFinished(study)
+            ? '○ Not verified: the trial was not one of those that were scored again with transformers'
+            : '○ Not verified yet: trials are scored again with transformers at the end of the study',
     },
     {
       term: 'samples by replica',

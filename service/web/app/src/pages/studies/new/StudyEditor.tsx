@@ -47,8 +47,15 @@ const problemsOf = ({ problem }: Refused): FieldProblem[] =>
   problem.problems?.length ? problem.problems : [{ field: '', message: problem.detail }]
 
 /** A study file as text and as a form, with the server's messages; it is checked and submitted here. */
-export function StudyEditor(props: { name: string; start: string; schemas: Schemas; session: Session }) {
-  const { name, start, schemas, session } = props
+export function StudyEditor(props: {
+  name: string
+  start: string
+  schemas: Schemas
+  session: Session
+  /** Called once the study is submitted. */
+  onSubmitted: () => void
+}) {
+  const { name, start, schemas, session, onSubmitted } = props
   const [text, setText, forget] = useDraft(name, start)
   const editor = useRef<Editor>(null)
   const [said] = useDebouncedValue(text, CHECK_AFTER_MS)
@@ -61,7 +68,10 @@ export function StudyEditor(props: { name: string; start: string; schemas: Schem
   const full = useMutation({
     mutationFn: async (content: string) => ({ content, check: await checked(content, 'full') }),
   })
-  const submit = useSubmit(forget)
+  const submit = useSubmit(() => {
+    forget()
+    onSubmitted()
+  })
   const [team, setTeam] = useState(teamsOf(session)[0])
   const [sharing, setSharing] = useState<Sharing>('team')
   const { content, error } = useMemo(() => parsed(text), [text])
