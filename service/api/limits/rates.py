@@ -21,7 +21,7 @@ class _Buckets:
 
     `clock` is a monotonic clock in seconds. If there are too many senders to remember, the senders with the most
     requests left are forgotten; a forgotten sender starts with its full number of requests when it comes back. A sender
-    that has used up its requests is thus remembered, even if many new senders appear.
+    that has used up its requests is therefore remembered, even if many new senders appear.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:

@@ -150,7 +150,7 @@ def test_classifiers_that_cannot_be_used_are_refused(case: str, tmp_path: Path) 
 
 
 def test_image_models_of_other_types_are_refused_as_such(tmp_path: Path) -> None:
-    """A classifier of another type, and a model of two towers, are told which models are merged."""
+    """The error for a classifier of another type, or a model of two towers, names the models that are merged."""
     vit = tiny_vit(tmp_path / "vit")
     merged = r"decoder-only text models are merged, and those of the modality image of the types clip, clip_vision"
     cases: dict[str, dict[str, object]] = {

@@ -45,7 +45,7 @@ def use_document_attention(
 
     The logits of a row of two documents are computed with both attentions. If they differ by more than rounding, or the
     new attention fails, the model keeps its own attention. Later the new attention is used only in calls whose inputs
-    have the bounds of documents (function `document_bounds`), thus not in evaluations.
+    have the bounds of documents (function `document_bounds`), and not in evaluations.
 
     `model` is a transformers or peft model. If it has shards, `called` is the wrapper that calls it on all ranks
     together; otherwise `called` is the model itself or None. `max_length` is the largest number of tokens of a row,

@@ -219,7 +219,7 @@ class BaseLearner(ABC):
 
     @abstractmethod
     def _state(self) -> dict[str, Any]:
-        """What a subclass saves beside the state of this base class, such as its optimizers, keyed by name."""
+        """State that a subclass saves beside the state of this base class, such as its optimizers, keyed by name."""
 
     @abstractmethod
     def _restore(self, state: Mapping[str, Any]) -> None:

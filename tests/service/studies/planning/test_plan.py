@@ -148,7 +148,7 @@ def test_a_gpu_without_an_engine_verifies(planned: Planned) -> None:
 
 
 def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
-    """Where the CPU computes gradients and verification for long, the plan says with how many engines a GPU would."""
+    """The plan says with how many engines a GPU would compute what takes the CPU long: gradients and verification."""
     name = "Llama-3-8B, 3 full experts"
     assert planned(name).machine.advice == ()
     gradients, verification = planned(name, engine={"replicas": 8}).machine.advice

@@ -95,7 +95,7 @@ def test_placement_of_four_7b_models() -> None:
 
 
 def test_logprobs_of_long_prompts_have_memory() -> None:
-    """What vLLM takes for log-probabilities beside its share is left free, where merging a tensor takes less."""
+    """Memory for the log-probabilities that vLLM takes beside its share is left free if merging a tensor takes less."""
     one = four(MISTRAL_7B)
     for gigabytes in range(24, 200):
         total = gigabytes * GB

@@ -176,7 +176,7 @@ def test_an_advantage_does_not_depend_on_the_length_of_the_path() -> None:
 
 @pytest.mark.parametrize("discounts_end", [True, False])
 def test_outcome_that_was_expected_is_no_advantage(discounts_end: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the value network knows the outcome, no step has an advantage, the last one neither, as in version 3."""
+    """No step has an advantage if the value network knows the outcome; in version 3 the last step had one."""
     gamma = 0.9
     own = Learner(PATHS, SMALL, LearnerOptions(gamma=gamma), seed=3, discounts_end=discounts_end)
     batch = EpisodeBatch.of(episodes_of(own), torch.full((12, 1), 0.5))
