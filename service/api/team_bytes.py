@@ -13,6 +13,7 @@ from service.api.export_queue import Exports
 from service.api.limits.artifacts import missing_bytes
 from service.api.problems import Refusal
 from service.disk import gib
+from service.jobs.registry import KINDS
 from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
@@ -35,6 +36,9 @@ class MeasuredExports:
 
 UNMEASURED = MeasuredExports({})
 
+# Kinds of job whose artifacts have names that users chose.
+NAMED_BY_USERS = frozenset(kind.name for kind in KINDS.values() if kind.names_artifacts)
+
 
 class TeamBytes:
     """Computes the bytes that artifacts and exported models of each team take, and checks requests against the quotas.
@@ -51,7 +55,7 @@ class TeamBytes:
         Artifacts that unfinished fine-tunings are expected to store are included.
         """
         expected = sum(missing_bytes(job, self._artifacts) for job in self._store.unfinished_jobs() if job.team == team)
-        return self._artifacts.num_bytes_of_team(team) + expected
+        return self._stored(team) + expected
 
     def exports(self, team: str) -> int:
         """Bytes of the models that a team's jobs have exported; unfinished exports count with their expected size."""
@@ -97,11 +101,13 @@ class TeamBytes:
         measured now.
         """
         missing = 0 if job.state.is_finished else missing_bytes(job, self._artifacts)
-        stored = self._artifacts.num_bytes_of_team(team, with_job=job.id) - self._artifacts.num_bytes_of_team(team)
-        self.check_artifacts(team, stored + missing)
+        self.check_artifacts(team, self._stored(team, with_job=job.id) - self._stored(team) + missing)
         if self._accounts.team(team).limits.export_bytes is not None:
             moved = sum(self._size_of(export, measured) for export in self._store.exports(job.id))
             self._check_exports(team, moved, "the exported models need", measured)
+
+    def _stored(self, team: str, *, with_job: str | None = None) -> int:
+        return self._artifacts.num_bytes_of_team(team, with_job=with_job, named_by_users=NAMED_BY_USERS)
 
     def _check_exports(self, team: str | None, num_bytes: int, need: str, measured: MeasuredExports) -> None:
         quota = None if team is None else self._accounts.team(team).limits.export_bytes

@@ -197,6 +197,7 @@ class JobKind:
     - `time_left_s`: returns the seconds that a running job still takes, as of its last heartbeat; None if the progress
       allows no estimate.
     - `has_search`: whether a job has a search that can be stopped early, after which the job's other stages follow.
+    - `names_artifacts`: whether users choose the names of the artifacts that jobs of this kind store, such as experts.
     - `takes_place`: whether a running job counts towards the number of jobs that may run at the same time.
     - `study_of`: returns, for the document of a job, the id of the study whose team and sharing the job always has. The
       field `study_of` is None if jobs of this kind have a team and sharing of their own.
@@ -229,6 +230,7 @@ class JobKind:
     links: Sequence[str] = ()
     example: Mapping[str, Any] | None = None
     has_search: bool = False
+    names_artifacts: bool = False
     takes_place: bool = True
     study_of: Callable[[Mapping[str, Any]], str] | None = None
     is_used: Callable[[JobRecord, Store], bool] = lambda *_: False

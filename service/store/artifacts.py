@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -208,7 +208,7 @@ class ArtifactStore:
         """Total size in bytes of all stored files, including files that no job uses any more."""
         return self._blobs.num_bytes()
 
-    def num_bytes_of_team(self, team: str, *, with_job: str | None = None) -> int:
+    def num_bytes_of_team(self, team: str, *, with_job: str | None = None, named_by_users: Collection[str] = ()) -> int:
         """Total size in bytes of the artifacts of a team's jobs.
 
         An artifact is a directory of files that a job made, such as a trained model. If several jobs of the team have
@@ -216,6 +216,9 @@ class ArtifactStore:
         exported as a source of another study counts for the team of that other study while it is stored, and else for
         the exporting study's team. If `with_job` is the id of a job, the artifacts of this job are counted too; the
         result is then the size after the job has moved to the team.
+
+        Exports and exported sources are recognized by their names. `named_by_users` are the kinds of job whose
+        artifacts have names that users chose, such as experts; each of their artifacts counts, whatever its name is.
         """
         table, jobs = schema.artifacts, schema.studies
         other = table.alias()
@@ -226,7 +229,7 @@ class ArtifactStore:
             sa.select(table.c.digest, table.c.num_bytes)
             .join(jobs, jobs.c.id == table.c.study)
             .where((jobs.c.team == team) | (jobs.c.id == with_job))
-            .where((jobs.c.kind != "search") | ~(is_export | is_source))  # a fine-tuning names artifacts as its experts
+            .where(jobs.c.kind.in_(named_by_users) | ~(is_export | is_source))
             .distinct()
         )
         with self._reads.connect() as connection:

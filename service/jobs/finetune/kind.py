@@ -108,6 +108,7 @@ FINETUNE = JobKind(
     resource="finetune",
     collection="finetunes",
     document_noun="specification",
+    names_artifacts=True,
     document_link="specification",
     schema_name="Finetuning",
     schemas=_schemas,

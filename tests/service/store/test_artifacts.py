@@ -293,4 +293,5 @@ def test_a_source_counts_for_the_team_of_the_study_that_has_it(store: Store, pla
     trained = store.create_job(kind="finetune", name="t", document={}, accepted=NOTHING.to_json(), team="green").id
     for name in ("source-code-python", "export-sql"):  # experts may have such names
         artifacts.put(trained, name, tmp_path / "expert")
-    assert artifacts.num_bytes_of_team("green") == 5
+    assert artifacts.num_bytes_of_team("green", named_by_users={"finetune"}) == 5
+    assert artifacts.num_bytes_of_team("green") == 0
