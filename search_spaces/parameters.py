@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import math
-from collections.abc import Callable, Container, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Container, Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -158,6 +158,14 @@ class Structure(Protocol):
 
         All configurations that give the same merge have the same result. The method is deterministic, and a result that
         is repaired again does not change. Each value of `configuration` must be accepted by its parameter.
+        """
+        ...
+
+    def unused(self, configuration: Configuration) -> Collection[str]:
+        """Names of parameters that have no effect on the merge of `configuration`, and whose stored value is arbitrary.
+
+        `configuration` is in the form in which studies store it. If a searcher changes it so that such a parameter gets
+        an effect, the searcher draws a value instead of keeping the stored one.
         """
         ...
 

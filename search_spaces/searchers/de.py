@@ -5,5 +5,6 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Storn and Price, J. Global Optimization 11, 1997",
+    version=2,
     handles=frozenset(Feature) - {Feature.OBJECTIVES},
 )

@@ -5,5 +5,6 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Rechenberg, 1973; Kern et al., Natural Computing 3, 2004",
+    version=2,
     handles=frozenset(Feature) - {Feature.OBJECTIVES},
 )

@@ -5,5 +5,6 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Li and Zhang, IEEE TEC 13(2), 2009",
+    version=2,
     handles=frozenset(Feature),
 )

@@ -233,6 +233,13 @@ class DisPaths:
         """
         return self.configuration(self.blocks(configuration))
 
+    def unused(self, configuration: Configuration) -> tuple[str, ...]:
+        """No parameter: if a parameter has no effect, its stored value is a good start for changes.
+
+        A block without candidates has scale 1, and candidates that a path leaves out are in the order of their numbers.
+        """
+        return ()
+
     def layers(self, blocks: Sequence[Block]) -> list[tuple[str, int, float]]:
         """The layers of the merge that consists of `blocks`, each as a tuple (model, layer number, scale).
 

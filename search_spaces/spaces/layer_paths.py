@@ -281,6 +281,16 @@ class LayerPaths:
         path, scales = self.path(configuration), self.scales(configuration)
         return self.configuration(path, preference=self.preference(configuration), scales=scales)
 
+    def unused(self, configuration: Configuration) -> tuple[str, ...]:
+        """The names of parameters that have no effect on the layers that `configuration` describes.
+
+        Only the preference vector (weights by which experts are merged) can have no effect: it has none if no layer is
+        merged from the experts.
+        """
+        if self.num_preferences == 1 or self._is_merged(self.path(configuration)):
+            return ()
+        return (PREFERENCE,)
+
     def sample(self, rng: np.random.Generator) -> dict[str, Any]:
         """The configuration of a random path: one model's own sequence of layers with random changes.
 

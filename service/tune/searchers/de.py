@@ -44,7 +44,8 @@ class DifferentialEvolution:
             return context.sample_unseen(rng)
         encoding = Encoding(context.parameters)
         places = list(members)
-        rows = encoding.fill(encoding.encode(member.configuration for member in members.values()), rng)
+        parents = (member.configuration for member in members.values())
+        rows = encoding.fill(encoding.encode_parents(parents, version=context.setting.version), rng)
         place = context.number % self.population_size
         target = places.index(place) if place in members else int(rng.integers(len(places)))
         children = encoding.normalise(np.vstack([self._child(rows, target, rng) for _ in range(_NUM_CHILDREN)]))

@@ -65,6 +65,22 @@ class Encoding:
     def encode(self, configurations: Iterable[Mapping[str, Any]]) -> Rows:
         return self._first_columns(configurations, len(self._parameters))
 
+    def encode_parents(self, configurations: Iterable[Mapping[str, Any]], *, version: int | None) -> Rows:
+        """Encode stored `configurations` from which a searcher makes new ones.
+
+        A parameter that has no effect in a configuration (`Structure.unused`) is INACTIVE in its row, so that the
+        methods `mutate` and `fill` draw a value for it. `version` is the version of the searcher in the study
+        (`SearchSetting.version`). Version 1 is given the stored value instead.
+        """
+        structure = self._space.structure
+        if structure is None or version == 1:
+            return self.encode(configurations)
+        return self.encode(
+            {name: value for name, value in each.items() if name not in unused}
+            for each in configurations
+            for unused in [structure.unused(each)]
+        )
+
     def _first_columns(self, configurations: Iterable[Mapping[str, Any]], num: int) -> Rows:
         """Encode only the first `num` parameters of the `configurations`, as rows [num_configurations, num]."""
         found = itertools.chain.from_iterable(self._numbers(configuration, num) for configuration in configurations)

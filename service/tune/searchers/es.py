@@ -46,8 +46,8 @@ class EvolutionStrategy:
         if parent is not None:
             encoding = Encoding(context.parameters)
             rate = np.where(encoding.is_categorical, step, self.rate)
-            rows = np.repeat(encoding.encode([parent.configuration]), _NUM_MUTANTS, axis=0)
-            mutants = encoding.mutate(rows, rng, rate=rate, step=step)
+            row = encoding.encode_parents([parent.configuration], version=context.setting.version)
+            mutants = encoding.mutate(np.repeat(row, _NUM_MUTANTS, axis=0), rng, rate=rate, step=step)
             if (mutant := encoding.first_unknown(mutants, context.known_configurations())) is not None:
                 return encoding.decode(mutant)
         return context.sample_unseen(rng)

@@ -55,7 +55,8 @@ class MoeadSearcher:
             return context.sample_unseen(rng)
         members, neighbours = self._replay(scored, seed=context.seed)
         encoding = Encoding(context.parameters)
-        rows = encoding.fill(encoding.encode(member.configuration for member in members), rng)
+        parents = (member.configuration for member in members)
+        rows = encoding.fill(encoding.encode_parents(parents, version=context.setting.version), rng)
         place = context.number % self.population_size
         children = [self._child(rows, place, neighbours[place], rng) for _ in range(_NUM_CHILDREN)]
         child = encoding.first_unknown(encoding.normalise(np.vstack(children)), context.known_configurations())

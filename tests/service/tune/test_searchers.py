@@ -21,11 +21,12 @@ import service.tune.searchers
 from search_spaces.parameters import Categorical, Condition, Float, Integer, Parameters
 from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.searchers import Feature, unsupported
+from search_spaces.spaces.hm3 import MergedOptions
 from search_spaces.spaces.layer_paths import LayerPaths
 from search_spaces.study.search import Search
 from service.errors import NotFound
 from service.tune.searchers import SEARCHERS, get_searcher
-from service.tune.searchers.base import Observation, Searcher
+from service.tune.searchers.base import Observation, Searcher, SearchSetting
 from service.tune.searchers.encoding import INACTIVE, Encoding
 from service.tune.searchers.smac import SmacSearcher
 from tests.search_spaces.spaces.families import models as family
@@ -177,6 +178,46 @@ def test_grid_of_paths() -> None:
     blocks = [1 + sum(b != a + 1 or paths.layer_of(b) == 0 for a, b in itertools.pairwise(path)) for path in found]
     assert blocks == sorted(blocks)
     assert {1, 2} <= set(blocks)
+
+
+VECTORS = tuple({"math": i / 10, "code": 1 - i / 10} for i in range(1, 9))
+
+POOL = layer_paths("hm3", replace(family(("math", "code"), 3), preferences=VECTORS), merged=MergedOptions()).parameters
+
+
+@pytest.mark.parametrize(("name", "first_share"), [("es", 0.8), ("de", 0.5), ("moead", 0.15)])
+def test_added_merged_layers_have_any_vector(name: str, first_share: float) -> None:
+    """Children of paths without merged layers draw a preference vector; version 1 kept the stored one, the first.
+
+    `first_share` is a lower limit of the first vector's share in version 1; with equal shares it would be 1/8. Children
+    of `moead` are near their parents, so that few have merged layers that no parent has.
+    """
+    paths = POOL.structure
+    assert isinstance(paths, LayerPaths)
+
+    def share_of_first(version: int | None) -> float:
+        """Share of the first preference vector among proposals with merged layers, if the best paths have none."""
+        found = []
+        for seed in range(3):
+            rng = np.random.default_rng(seed)
+            results = [
+                at_full_budget(drawn, (0.1 if paths.merged_preference(drawn) is None else 0.5,), number)
+                for number, drawn in enumerate(POOL.sample(rng) for _ in range(60))
+            ]
+            proposals = [
+                propose(
+                    SEARCHERS[name], POOL, number=number, seed=0, observations=results,
+                    setting=SearchSetting(version=version),
+                )
+                for number in range(100, 200)
+            ]  # fmt: skip
+            found += [vector for vector in map(paths.merged_preference, proposals) if vector is not None]
+        assert len(found) > 100
+        return found.count(0) / len(found)
+
+    assert share_of_first(1) > max(first_share, share_of_first(None))
+    if name != "moead":
+        assert share_of_first(None) < 0.2
 
 
 def test_path_space_refuses_number_searchers() -> None:

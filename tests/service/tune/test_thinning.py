@@ -24,9 +24,7 @@ from tests.service.tune.harness import propose
 
 PARAMETERS = Parameters([Float(f"p{number}", 0.0, 1.0) for number in range(4)])
 THINNING = sorted(
-    name
-    for name, declared in DECLARED.items()
-    if declared.version > 1 and not (declared.alias_of or declared.trains_policy)
+    name for name, searcher in SEARCHERS.items() if hasattr(searcher, "max_numbers") and not DECLARED[name].alias_of
 )
 
 
