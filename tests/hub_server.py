@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 
 import pytest
 
@@ -29,13 +30,14 @@ BLOB = re.compile(rf"/blobs/{NAME}/(?P<commit>\w+)/(?P<file>[\w./-]+)")
 
 @dataclass
 class Repository:
-    """Repository of the hub: its commits by hash, and the last one.
+    """Repository of the hub: its commits by hash, the last one, and commits by branch, such as refs/pr/1.
 
     `refusal` is the status and error code with which the hub answers for files whose names end with `refused`.
     """
 
     commits: dict[str, dict[str, bytes]] = field(default_factory=dict)
     head: str = ""
+    branches: dict[str, str] = field(default_factory=dict)
     refusal: tuple[int, str] | None = None
     refused: str = ""
 
@@ -207,7 +209,8 @@ class _Handler(BaseHTTPRequestHandler):
         if match is None or repository is None:
             return self._refuse(401, "RepoNotFound")
         revision = match["revision"] or "main"
-        commit = repository.head if revision in ("main", PARQUET) else revision
+        named = {"main": repository.head, PARQUET: repository.head, **repository.branches}
+        commit = named.get(revision) or named.get(unquote(revision), revision)
         if commit not in repository.commits:
             return self._refuse(404, "RevisionNotFound")
         files = repository.commits[commit]

@@ -141,6 +141,21 @@ def test_what_was_checked_is_what_is_downloaded(hub: Hub, models: Path, tmp_path
     assert base_dir.name == hub.repositories["owner/base"].head
 
 
+@pytest.mark.parametrize("branch", ["refs/pr/1", "user/better"])
+def test_branches_have_slashes(hub: Hub, models: Path, monkeypatch: pytest.MonkeyPatch, branch: str) -> None:
+    """A model can be taken from the hub at a pull request or another branch; offline it is the downloaded commit."""
+    repository = hub.repositories["owner/math"]
+    repository.branches[branch] = first = repository.head
+    second = hub.push("owner/math", models / "wide")
+    assert [commit_of(locate(name)) for name in ("owner/math", f"owner/math@{branch}")] == [second, first]
+    (fetched_dir,) = fetched([locate(f"owner/math@{branch}")])
+    go_offline(monkeypatch)
+    assert locate(f"owner/math@{branch}") == fetched_dir
+    for name in ("owner/math@../x", "owner/math@a/../b", "owner/math@/a", "owner/math@a/"):
+        with pytest.raises(InvalidModel, match="does not exist"):
+            locate(name)
+
+
 def test_a_check_leaves_what_the_cache_has_of_a_model(hub: Hub, models: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (here,) = fetched([locate("owner/math")])
     hub.push("owner/math", models / "wide")

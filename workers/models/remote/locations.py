@@ -21,8 +21,8 @@ __all__ = ["HUB_ID", "commit_of", "id_of", "locate", "source_name"]
 
 DIRECTORY = "a directory with config.json, tokenizer files and *.safetensors"
 
-# `name` or `owner/name`, with an optional branch, tag or commit.
-HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*))?")
+# `name` or `owner/name`, with an optional branch, tag, commit or reference such as refs/pr/1.
+HUB_ID = re.compile(r"(\w[\w.-]*(?:/\w[\w.-]*)?)(?:@(\w[\w.-]*(?:/\w[\w.-]*)*))?")
 
 
 def locate(model: str | Path) -> Path:
