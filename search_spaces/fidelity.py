@@ -27,7 +27,7 @@ __all__ = [
 # The least number of brackets that may be open at a time: one more can start while the last trials of one climb.
 OPEN_BRACKETS = 2
 
-Scheduler = Literal["hyperband", "asha", "racing", "none"]
+Scheduler = Literal["hyperband", "asha", "racing", "successive_halving", "none"]
 
 
 def rungs(min_samples: int, max_samples: int, eta: int) -> tuple[int, ...]:
@@ -125,9 +125,8 @@ def bracket_cycle(scheduler: Scheduler, *, num_rungs: int, eta: int, max_trials:
     """The brackets (groups of configurations for successive halving) that a search repeats, in order.
 
     With the scheduler `hyperband`, the result has the brackets of one Hyperband iteration. With the scheduler `racing`,
-    it is one bracket of one configuration. With the scheduler `asha` or `none`, or with the scheduler `hyperband` on a
-    single rung, one bracket has all `max_trials` configurations. `num_rungs` is the number of rungs, and one
-    configuration in `eta` is promoted.
+    it is one bracket of one configuration. With another scheduler, or with `hyperband` on one rung, one bracket has
+    all `max_trials` configurations. `num_rungs` is the number of rungs, and one configuration in `eta` is promoted.
     """
     if scheduler == "racing":
         return (Bracket(1, first_rung=0, num_rungs=num_rungs, eta=eta),)

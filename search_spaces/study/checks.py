@@ -306,10 +306,10 @@ def _fidelity_contradictions(fidelity: Fidelity, objectives: Mapping[int, Object
 def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, ObjectiveSpec]) -> Iterator[Problem]:
     """Yield a problem for each list of rungs (samples at each rung) that has a wrong length.
 
-    All objectives must have the same number of rungs: one with the scheduler `none`, and two or more with `asha` or
-    `racing`. If no objective has more samples at some rung than at the rung before it, that is also a problem.
-    `fidelity` has the scheduler and a list of rungs; an objective may state its own list. `objectives` are the entries
-    of the study file, keyed by position.
+    All objectives must have the same number of rungs: one with the scheduler `none`, any with `hyperband`, and two or
+    more with the others. If no objective has more samples at some rung than at the rung before it, that is also a
+    problem. `fidelity` has the scheduler and a list of rungs; an objective may state its own list. `objectives` are the
+    entries of the study file, keyed by position.
     """
     own = {f"objectives.{index}.rungs": spec.rungs for index, spec in objectives.items() if spec.rungs is not None}
     written = own if fidelity.rungs is None else {"fidelity.rungs": fidelity.rungs, **own}
@@ -324,7 +324,7 @@ def _length_contradictions(fidelity: Fidelity, objectives: Mapping[int, Objectiv
         if fidelity.scheduler == "none":
             if len(counts) > 1:
                 yield Problem(place, f"{list(counts)}: scheduler: none has one rung; give [{counts[-1]}]")
-        elif fidelity.scheduler in ("asha", "racing") and len(counts) == 1:
+        elif fidelity.scheduler != "hyperband" and len(counts) == 1:
             yield Problem(
                 place,
                 f"{list(counts)}: {fidelity.scheduler} needs two rungs or more; give smaller ones first, "

@@ -19,7 +19,7 @@ class Fidelity(Section):
     scheduler: ladders.Scheduler = "racing"
     """The scheduler, which decides which trials are evaluated further. racing: a trial continues as long as no better
     one is ahead of it on the same samples; hyperband: a bracket promotes when it is full; asha: a rung promotes with
-    every result; none: one rung.
+    every result; successive_halving: a rung promotes when all trials are scored there; none: one rung.
     """
     min_samples: Annotated[int, Field(ge=1)] | None = None
     """Samples of every objective at the first rung."""

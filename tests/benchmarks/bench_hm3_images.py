@@ -12,6 +12,8 @@ as well. The protocol was fixed before a judge image was scored:
   through the experts alone; `hm3_dare` and `hm3_pcb`, with one more model in the pool, merged by DARE-TIES or
   PCB-Merging for one of 15 preference vectors without a weight of 0; `moead_pcb`, `es_pcb` and `random_pcb`, other
   searchers with the pool of `hm3_pcb`. `es` has one objective, the mean of the tasks.
+- `hm3_pcb_halving`, `moead_pcb_halving` and `random_pcb_halving`, successive halving with as many samples: 360 merges'
+  worth of 30 images of each task, and the best 15 on 270. Their fronts are those on 270 images.
 - A search's merge is the one of its front (on the 30 images) that is best on 270 search images, by the mean of the
   tasks. Each seed has its own search images.
 - Judged on held-out images: the merge on 1,000 of MNIST, 1,000 of Fashion-MNIST and 500 digits, the whole front on 500
@@ -29,7 +31,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cache, cached_property
 from typing import Any
 
@@ -55,6 +57,7 @@ from workers.serving.image_worker import ImageWorker
 BENCHMARK = "hm3_images"
 SEEDS = range(5)
 TRIALS, SAMPLES, EPISODES = 480, 30, 30
+HALVED_TRIALS, ETA = 360, 24  # 360 * 30 + 360 / 24 * (270 - 30) images of each task are as many as 480 * 30
 FRONT_IMAGES = 500  # of each task, on which fronts are judged
 MAX_LAYERS = 7
 
@@ -71,11 +74,31 @@ def with_merged(method: str) -> dict[str, Any]:
 
 @dataclass(frozen=True)
 class Method:
-    """A searcher's section of the study file, its space, and its name in tables."""
+    """A searcher's section of the study file, its space, and its name in tables.
+
+    If `is_halved` is True, successive halving scores the best merges on more samples after the search.
+    """
 
     label: str
     search: Mapping[str, Any]
     space: Mapping[str, Any]
+    is_halved: bool = False
+
+    @property
+    def num_trials(self) -> int:
+        return HALVED_TRIALS if self.is_halved else TRIALS
+
+    @property
+    def fidelity(self) -> Mapping[str, Any]:
+        if self.is_halved:
+            return {"scheduler": "successive_halving", "rungs": [SAMPLES, FULL], "eta": ETA}
+        return {"scheduler": "none", "max_samples": SAMPLES}
+
+    @property
+    def budget(self) -> int:
+        """The limit of samples, in which a search keeps those of one more trial at full budget for its next trial."""
+        more = (FULL - SAMPLES) * len(TASKS) if self.is_halved else 0
+        return self.num_trials * SAMPLES * len(TASKS) + more
 
 
 SEARCHES: Mapping[str, Method] = {
@@ -85,6 +108,13 @@ SEARCHES: Mapping[str, Method] = {
     "moead_pcb": Method("`moead`, PCB-Merging in the pool", {"algorithm": "moead", **VECTORS}, with_merged("pcb")),
     "es_pcb": Method("`es` (of the mean), PCB-Merging in the pool", {"algorithm": "es", **VECTORS}, with_merged("pcb")),
     "random_pcb": Method("`random`, PCB-Merging in the pool", {"algorithm": "random", **VECTORS}, with_merged("pcb")),
+}
+SEARCHES = {
+    **SEARCHES,
+    **{
+        f"{name}_halving": replace(SEARCHES[name], label=f"{SEARCHES[name].label}, the best on {FULL}", is_halved=True)
+        for name in ("hm3_pcb", "moead_pcb", "random_pcb")
+    },
 }
 FIXED: Mapping[str, str] = {
     "expert": "best expert",
@@ -167,10 +197,10 @@ def spec_of(name: str, seed: int) -> SearchSpec:
         "skills",
         name,
         seed,
-        {**method.search, "max_trials": 2 * TRIALS if is_policy else TRIALS},
+        {**method.search, "max_trials": 2 * method.num_trials if is_policy else method.num_trials},
         space=method.space,
-        fidelity={"scheduler": "none", "max_samples": SAMPLES},
-        budget=TRIALS * SAMPLES * len(TASKS) if is_policy else None,
+        fidelity=method.fidelity,
+        budget=method.budget if is_policy else None,
     )
 
 
@@ -211,7 +241,9 @@ def of_search(name: str, seed: int) -> Found:
         trial.digest: (f"trial {trial.number}", bench().recipe(spec, trial), tuple(trial.values.values()))
         for trial in reversed(ran.proposed().trials)
     }
-    return chosen(list(merges.values())[::-1], seed, spent=ran.spent)
+    climbed = (FULL - SAMPLES) * len(TASKS) * len(merges) if SEARCHES[name].is_halved else 0
+    num_scored = (ran.spent - climbed) // (SAMPLES * len(TASKS)) if SEARCHES[name].is_halved else len(merges)
+    return chosen(list(merges.values())[::-1], seed, spent=ran.spent, num_scored=num_scored)
 
 
 def of_mean(name: str, seed: int) -> Found:
@@ -277,11 +309,20 @@ def uniform(method: str) -> Recipe:
     )
 
 
-def chosen(merges: Sequence[tuple[str, Recipe, tuple[float, ...]]], seed: int, *, spent: int) -> Found:
-    """The front of different merges (name, recipe, values on SAMPLES search images), and its best one, judged."""
+def chosen(
+    merges: Sequence[tuple[str, Recipe, tuple[float, ...]]], seed: int, *, spent: int, num_scored: int | None = None
+) -> Found:
+    """The front of different merges (name, recipe, values on search images), and its best one, judged.
+
+    `num_scored` is the number of different merges that the search scored; None if these are all of them.
+    """
     costs = [tuple(1 - value for value in values) for _, _, values in merges]
     on_front = [merge for merge, is_best in zip(merges, non_dominated(costs), strict=True) if is_best]
     tasks, judge = bench().tasks(seed), bench().judge.tasks.search
+    if num_scored is not None:
+        # The values are on more images than those of the other arms.
+        few = (means(bench().answers(recipe, tasks, SAMPLES)) for _, recipe, _ in on_front)
+        costs = [tuple(1 - value for value in values) for values in few]
     scored = [float(np.mean(means(bench().answers(recipe, tasks, FULL)))) for _, recipe, _ in on_front]
     place = int(np.argmax(scored))
     text, recipe, _ = on_front[place]
@@ -290,7 +331,7 @@ def chosen(merges: Sequence[tuple[str, Recipe, tuple[float, ...]]], seed: int, *
         best=Arm(text, scored[place], spent, bench().answers(recipe, judge)),
         volume=hypervolume(costs),
         front=np.stack([np.stack([each[task] for task in TASKS]) for each in front]),
-        different=len(merges),
+        different=len(merges) if num_scored is None else num_scored,
     )
 
 

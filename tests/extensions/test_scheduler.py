@@ -65,7 +65,7 @@ def test_scheduler(tmp_path: Path) -> None:
     """A module, and its name in two lists, make a scheduler that passes the tests of every scheduler."""
     tree = Tree(tmp_path / "tree")
     tree.write("service/tune/schedulers/halving.py", TABLE)
-    literal = 'Scheduler = Literal["hyperband", "asha", "racing", "none"]\n'
+    literal = 'Scheduler = Literal["hyperband", "asha", "racing", "successive_halving", "none"]\n'
     tree.replace("search_spaces/fidelity.py", literal, literal.replace('"none"', '"halving", "none"'))
     tree.insert(
         "service/tune/schedulers/__init__.py",

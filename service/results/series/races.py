@@ -34,6 +34,7 @@ RULES = {
     "racing": "behind one of the best on the same samples",
     "hyperband": "not among the best of its bracket",
     "asha": "not among the best of the rung",
+    "successive_halving": "not among the best of the rung",
 }
 
 

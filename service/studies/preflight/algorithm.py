@@ -164,8 +164,11 @@ def _problems_of_policy(study: Study, space: SearchSpace) -> Iterator[Problem]:
     if not isinstance(space.parameters.structure, LayerPaths):
         message = f"hm3 learns layer paths; a space of kind {space.kind} has none; write kind: hm3"
         yield Problem("search_space.kind", message)
-    if study.fidelity.scheduler != "none":
-        message = f"{study.fidelity.scheduler}: hm3 needs the reward of every path at one budget; write scheduler: none"
+    if study.fidelity.scheduler not in ("none", "successive_halving"):
+        message = (
+            f"{study.fidelity.scheduler}: hm3 needs the reward of every path at one budget; write scheduler: none, or "
+            "successive_halving, which scores the best paths on more samples after the search"
+        )
         yield Problem("fidelity.scheduler", message)
     costs = {index: spec for index, spec in enumerate(study.objectives) if isinstance(spec, CostSpec)}
     for index, spec in costs.items():

@@ -1,7 +1,7 @@
 """Schedulers: they decide when trials are promoted from rung to rung, and which results a proposal may use.
 
 - `base`: base class of schedulers, with the table of rungs and brackets
-- `successive_halving`: Hyperband, ASHA, and one rung without promotion
+- `successive_halving`: successive halving, Hyperband, ASHA, and one rung without promotion
 - `racing`: comparisons with the best trials on the same samples
 - `ranking`: the order of promotion within a rung
 - `bound`: whether a trial is behind another trial, with a known error rate
@@ -19,7 +19,7 @@ from service.tune.plan import Plan
 from service.tune.schedulers.base import RungTable
 from service.tune.schedulers.bound import Bound
 from service.tune.schedulers.racing import RacingTable
-from service.tune.schedulers.successive_halving import AshaTable, HyperbandTable
+from service.tune.schedulers.successive_halving import AshaTable, HyperbandTable, SuccessiveHalvingTable
 
 __all__ = ["SCHEDULERS", "rung_table"]
 
@@ -27,6 +27,7 @@ SCHEDULERS: Mapping[Scheduler, type[RungTable]] = {
     "hyperband": HyperbandTable,
     "asha": AshaTable,
     "racing": RacingTable,
+    "successive_halving": SuccessiveHalvingTable,
     "none": HyperbandTable,  # with one rung: there is nothing to promote
 }
 

@@ -1,17 +1,21 @@
-"""Schedulers by successive halving: Hyperband and ASHA.
+"""Schedulers by successive halving: one bracket of all trials, Hyperband and ASHA.
 
-Hyperband is algorithm 1 of Li et al., "Hyperband" (JMLR 18, 2018). ASHA is algorithm 2 of Li et al., "A System for
-Massively Parallel Hyperparameter Tuning" (MLSys 2020). `search_spaces.fidelity` computes the sizes of brackets.
+Successive halving is figure 3 of Jamieson and Talwalkar, "Non-stochastic Best Arm Identification and Hyperparameter
+Optimization" (AISTATS 2016). Hyperband is algorithm 1 of Li et al., "Hyperband" (JMLR 18, 2018). ASHA is algorithm 2 of
+Li et al., "A System for Massively Parallel Hyperparameter Tuning" (MLSys 2020). `search_spaces.fidelity` computes the
+sizes of brackets.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
+from search_spaces.fidelity import Bracket
 from service.tune.schedulers.base import Proposal, RungTable
 
-__all__ = ["AshaTable", "HyperbandTable"]
+__all__ = ["AshaTable", "HyperbandTable", "SuccessiveHalvingTable"]
 
 
 class HyperbandTable(RungTable):
@@ -90,6 +94,49 @@ class HyperbandTable(RungTable):
             if open_rungs := [entry.next_rung for entry in entries if not entry.is_finished]:
                 return index, min(open_rungs)
         return None
+
+
+class SuccessiveHalvingTable(HyperbandTable):
+    """Successive halving scheduler with one bracket: a rung promotes its best trials once all trials are scored there.
+
+    A rung is a number of samples at which trials are compared. Every trial is proposed from results at the first rung
+    alone, so a searcher whose results must be at one budget can use this scheduler. The higher rungs score the best
+    trials on samples that the search has not used. Trials that are added to a search that had ended form another
+    bracket, whose proposals use results at the first rung, too.
+    """
+
+    def _see_later(self, number: int, bracket: int) -> bool:
+        return True
+
+    def most_samples_left(self, totals: Sequence[int]) -> int:
+        """The most samples that the existing trials can still take: their evaluations and all promotions.
+
+        `totals` has each rung's number of samples, summed over the objectives.
+        """
+        left = totals[-1] * sum(self._entries[number].bracket is None for number in self._runnable)
+        for index, rungs in self._rungs.items():
+            planned = self._cut(index, len(self._members[index])).sizes if self._members[index] else (0,) * len(rungs)
+            paid = 0
+            for number, rung in enumerate(rungs):
+                size = len(rung.members) if number == 0 or rungs[number - 1].is_closed else planned[number]
+                num_evaluated = sum(self._entries[member].is_evaluated(rung.index) for member in rung.members)
+                left += (size - num_evaluated) * (totals[rung.index] - paid)
+                paid = totals[rung.index]
+        return left
+
+    def most_samples_of(self, proposal: Proposal, totals: Sequence[int]) -> int:
+        """Number of samples that a new proposal adds to the result of `most_samples_left`.
+
+        These are the samples of the first rung and, if one more trial will be promoted from a rung, the samples of this
+        promotion. `totals` has each rung's number of samples, summed over the objectives.
+        """
+        if proposal.opens is not None:
+            return replace(proposal.opens, num_configurations=1).samples(totals)
+        size = len(self._members[proposal.bracket])
+        return self._cut(proposal.bracket, size + 1).samples(totals) - self._cut(proposal.bracket, size).samples(totals)
+
+    def _cut(self, bracket: int, size: int) -> Bracket:
+        return replace(self._brackets[bracket], num_configurations=size)
 
 
 class AshaTable(RungTable):

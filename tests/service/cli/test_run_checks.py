@@ -243,7 +243,8 @@ def test_a_policy_needs_layer_paths_one_rung_and_some_iterations(place: Workplac
     message = place.refused_study(search={"algorithm": "hm3", "max_trials": 47})
     assert message.splitlines() == [
         "search_space.kind: hm3 learns layer paths; a space of kind lfs has none; write kind: hm3",
-        "fidelity.scheduler: hyperband: hm3 needs the reward of every path at one budget; write scheduler: none",
+        "fidelity.scheduler: hyperband: hm3 needs the reward of every path at one budget; write scheduler: none, or "
+        "successive_halving, which scores the best paths on more samples after the search",
         "search.max_trials: 47 is too few for 1 policies with 1 iterations of 16 episodes to warm up, one to learn "
         "from and one to play; give at least 48, or fewer episodes",
     ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 import io
 import json
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -437,6 +438,25 @@ def test_kill_at_any_step_changes_no_trial(undisturbed: Search, tmp_path: Path) 
     assert kill_at > 3
     assert search.trials == undisturbed.trials
     assert [step.request for step in search.steps] == [step.request for step in undisturbed.steps]
+
+
+def test_the_best_paths_are_scored_on_more_samples(tmp_path: Path) -> None:
+    """With successive halving the policy learns at one rung, and the best paths climb after the search."""
+    whole = Search(tmp_path / "whole").run(scheduler="successive_halving")
+    found = [trial for trial in whole.store.trials(whole.study) if trial.origin is Origin.SEARCH]
+    assert Counter(record.rung for trial in found for record in trial.rungs) == {0: 26, 1: 8, 2: 2}
+    assert [step.request.iteration for step in whole.steps] == [0, 1, 2, 3]
+    first = {trial.number: next(record.values for record in trial.rungs) for trial in found}
+    climbed = [trial.number for trial in found if len(trial.rungs) > 1]
+    for number in set(first) - set(climbed):
+        for best in climbed:
+            gains = [value - first[best][name] for name, value in first[number].items()]
+            assert min(gains) < 0 or max(gains) == 0, "no path that stayed behind is better than one that climbed"
+    killed = Search(tmp_path / "killed")
+    for step in (20, 30, 40):
+        with pytest.raises(Killed):
+            killed.run(scheduler="successive_halving", observer=killer(step))
+    assert killed.run(scheduler="successive_halving").trials == whole.trials
 
 
 def test_policies_that_are_gone_or_damaged_are_learned_again(undisturbed: Search, tmp_path: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
@@ -39,6 +40,8 @@ from workers.serving.fake import FakeScorer
 FULL = 2 * 36
 BASELINES = make_plan("").baselines
 BASELINE_SAMPLES = FULL * len(BASELINES)
+# Schedulers that promote trials when the search ends.
+OF_ONE_BRACKET: tuple[Scheduler, ...] = ("asha", "successive_halving")
 # The first trials of a search without a limit of samples, all baselines among them, take about half of these.
 LIMIT = FULL * (len(BASELINES) + 7)
 # With the first limit, Hyperband's second bracket does not fit, with the other one not all of the third, of one rung.
@@ -109,7 +112,12 @@ def test_search_ends_within_the_limit(
     assert all(trial.state.is_finished for trial in store.trials(study))
     assert any(trial.state is TrialState.COMPLETE for trial in searched)
     assert ended.end_of_search is not None
-    assert ended.end_of_search.startswith(f"limits.max_samples: {used:,} of {limit:,} samples are used, and what would")
+    said = re.match(r"limits.max_samples: ([\d,]+) of ([\d,]+) samples are used, and what would", ended.end_of_search)
+    assert said is not None
+    numbers = [int(number.replace(",", "")) for number in said.groups()]
+    # Successive halving promotes trials after the search has ended.
+    assert numbers[0] < used if scheduler == "successive_halving" else numbers[0] == used
+    assert numbers[1] == limit
     (event,) = store.events(study, kinds=[EventKind.SEARCH_ENDED])
     assert event.payload == {"reason": ended.end_of_search}
 
@@ -137,7 +145,7 @@ def test_killed_search_ends_at_the_same_trial(tmp_path: Path, undisturbed: Undis
 
 @pytest.mark.slow
 @pytest.mark.parametrize("limit", LIMITS)
-@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name != "asha"])
+@pytest.mark.parametrize("scheduler", [name for name in SCHEDULERS if name not in OF_ONE_BRACKET])
 def test_larger_limit_gives_undisturbed_trials(
     tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler, limit: int
 ) -> None:
@@ -149,11 +157,12 @@ def test_larger_limit_gives_undisturbed_trials(
     assert len(whole) == len(BASELINES) + 30
 
 
-def test_asha_continues_in_another_ladder(tmp_path: Path, undisturbed: Undisturbed) -> None:
-    """ASHA's trials after a larger limit are those of a search that had ended for another reason."""
-    store, study = copied_study(undisturbed("asha", LIMIT).closed, tmp_path)
+@pytest.mark.parametrize("scheduler", OF_ONE_BRACKET)
+def test_a_larger_limit_opens_another_ladder(tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler) -> None:
+    """Trials after a larger limit are those of a search that had ended for another reason, if one bracket has all."""
+    store, study = copied_study(undisturbed(scheduler, LIMIT).closed, tmp_path)
     before = trial_list(store, study)
-    run(store, study, scheduler="asha", max_samples=10**6)
+    run(store, study, scheduler=scheduler, max_samples=10**6)
     after = store.trials(study)
     assert trial_list(store, study)[: len(before)] == before
     assert {trial.bracket for trial in after[len(before) :]} == {1}
