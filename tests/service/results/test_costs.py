@@ -33,7 +33,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunRecord:
     return run_record(*paths_study(tmp_path_factory.mktemp("paths")))
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "none"])
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "successive_halving", "none"])
 def test_rungs_have_exact_costs(tmp_path: Path, scheduler: Any) -> None:
     """Every rung has the exact costs of its recipe and no samples of them."""
     changes = {"rung_samples": ({"math": 36, "text": 36},)} if scheduler == "none" else {}

@@ -163,7 +163,7 @@ def test_without_a_scheduler_every_trial_is_scored_in_full(finished: Callable[[S
     assert {tuple(rung.rung for rung in trial.rungs) for trial in trials} == {(0,)}
 
 
-@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing"])
+@pytest.mark.parametrize("scheduler", ["hyperband", "asha", "racing", "successive_halving"])
 @pytest.mark.parametrize("own", [(10, 11, 20), (10, 20, 20), (20, 20, 20)])
 def test_own_rungs_decide_what_is_scored(tmp_path: Path, scheduler: Scheduler, own: tuple[int, ...]) -> None:
     """An objective's own rungs decide how many of its samples are scored; they may stop growing."""

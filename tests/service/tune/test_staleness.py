@@ -20,7 +20,7 @@ from workers.serving.fake import FakeScorer
 from workers.types import CHUNKS_IN_FLIGHT_PER_REPLICA
 
 SIXTEEN_REPLICAS = Path(__file__).parents[2] / "fixtures" / "sixteen_replicas"
-SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "racing")
+SCHEDULERS: tuple[Scheduler, ...] = ("hyperband", "asha", "racing", "successive_halving")
 
 # The staleness of three replicas, as a study with as many has it by default.
 AHEAD: dict[str, Any] = {"max_staleness": 17, "open_brackets": 3, "batch": 2, "max_trials": 34}
@@ -93,7 +93,7 @@ def test_kills_with_open_brackets(
             continue
         break
     assert num_kills > 5
-    assert most_open >= (1 if scheduler == "asha" else 3)
+    assert most_open >= (1 if scheduler in ("asha", "successive_halving") else 3)
     assert trial_list(store, study) == undisturbed(scheduler)
     store.close()
 

@@ -286,7 +286,7 @@ def request(store: Store, study: str, trial: int) -> None:
     store.request_evaluation(store.job(study), trial, steering=Steering("evaluate"))
 
 
-@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "racing"])
+@pytest.mark.parametrize("scheduler", ["asha", "hyperband", "racing", "successive_halving"])
 def test_a_pruned_trial_is_evaluated_at_the_full_budget(tmp_path: Path, scheduler: Scheduler) -> None:
     """It is a new trial, which uses the stored samples; nothing else is scored, and a second request adds nothing."""
     store, study = new_study(tmp_path)
