@@ -7,7 +7,7 @@ Three objectives, 86,400 samples (960 merges of 90 samples each), real models.
 
 The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
 of engines (`one_pass`), and is first compared with a vLLM engine on paths. Every search is an arm that is kept in
-`tests/benchmarks/results/hm3`. The samples of proposed trials, losses and gradients count; those of sources and
+`tests/benchmarks/results/hm3`; the tables of fronts have the methods whose arms are all on file. The samples of proposed trials, losses and gradients count; those of sources and
 published recipes do not.
 
 - `fronts`: hypervolumes of the front of a search's proposals, chosen on search data, on search data and on judge items
@@ -43,7 +43,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.searchers import SEARCHERS
 from search_spaces.searchers.base import Feature
 from service.tune.searchers.hm3 import SEARCHER
-from tests.benchmarks.arms import compared, kept, packed, unpacked
+from tests.benchmarks.arms import NotKept, compared, kept, packed, unpacked
 from tests.benchmarks.bench_search import DEVELOPMENT, named, seeds_of, shown_interval
 from tests.benchmarks.one_pass_check import check_against_engine
 from tests.benchmarks.search_arms import depends_on, done, front_of, judged, slug, volume
@@ -175,10 +175,25 @@ def run() -> dict[str, Any]:
 # -- the parts ---------------------------------------------------------------------------------------------------------
 
 
-def fronts(seeds: range) -> dict[str, Any]:
-    names = os.environ.get("HM3_METHODS", ",".join(METHODS)).split(",")
+def fronts(seeds: range, names: Sequence[str] | None = None) -> dict[str, Any]:
+    names = os.environ.get("HM3_METHODS", ",".join(METHODS)).split(",") if names is None else names
     found = {name: [found_by(name, seed) for seed in seeds] for name in names}
     return part_of("fronts", found, [own for own in ("hm3", "hm3_merged") if own in found], seeds)
+
+
+def methods_on_file(seeds: range) -> list[str]:
+    """Names of the methods of which all arms with these seeds are on file. Call it inside `files_alone`."""
+
+    def is_on_file(name: str) -> bool:
+        try:
+            return bool([found_by(name, seed) for seed in seeds])
+        except NotKept:
+            return False
+
+    found = [name for name in METHODS if is_on_file(name)]
+    if not found:
+        raise NotKept(f"{BENCHMARK}: no method has arms of all seeds on file")
+    return found
 
 
 def growth(seeds: range) -> dict[str, Any]:
@@ -560,8 +575,8 @@ def _spread(values: Sequence[float]) -> str:
 
 
 TABLES: Mapping[str, Callable[[], str]] = {
-    "fronts": lambda: rows_table(fronts(DEVELOPMENT)["rows"]),
-    "fronts-differences": lambda: minus_table(fronts(DEVELOPMENT)["minus"]),
+    "fronts": lambda: rows_table(fronts(DEVELOPMENT, methods_on_file(DEVELOPMENT))["rows"]),
+    "fronts-differences": lambda: minus_table(fronts(DEVELOPMENT, methods_on_file(DEVELOPMENT))["minus"]),
     "growth": lambda: growth_table(growth(range(3))),
     "ablations": lambda: rows_table(ablations(DEVELOPMENT)["rows"]),
     "pools": lambda: rows_table(pools(DEVELOPMENT)["rows"]),
