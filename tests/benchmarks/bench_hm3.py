@@ -7,8 +7,8 @@ Three objectives, 86,400 samples (960 merges of 90 samples each), real models.
 
 The coordinator, the searchers and the learner are the product's; one teacher-forced pass decides exact match in place
 of engines (`one_pass`), and is first compared with a vLLM engine on paths. Every search is an arm that is kept in
-`tests/benchmarks/results/hm3`; the tables of fronts have the methods whose arms are all on file. The samples of proposed trials, losses and gradients count; those of sources and
-published recipes do not.
+`tests/benchmarks/results/hm3`; the tables of fronts have the methods whose arms are all on file. The samples of
+proposed trials, losses and gradients count; those of sources and published recipes do not.
 
 - `fronts`: hypervolumes of the front of a search's proposals, chosen on search data, on search data and on judge items
   (1,000 for each skill, which no search scored); paired differences from `hm3`. The policy is `conditioned` on 15
