@@ -67,7 +67,9 @@ from service.retention.limits import Limit
 from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
+from service.store.exports import ExportStore
 from service.store.notifications import NotificationStore
+from service.store.steering import SteeringStore
 from service.threads import Work, in_thread, limit_reads
 from service.web.pages import install_pages
 from workers.telemetry import tracing
@@ -140,6 +142,8 @@ def create_app(
     records = RunRecords(store)
     services = Services(
         store=store,
+        steering=SteeringStore(store),
+        stored_exports=ExportStore(store),
         data_dir=data_dir,
         cluster=cluster,
         preflight=preflight or PreflightProcess(RequestContext(default_access(data_dir), store.url, data_dir, files)),

@@ -36,7 +36,9 @@ from service.notifications.notifier import Notifier
 from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
+from service.store.exports import ExportStore
 from service.store.notifications import NotificationStore
+from service.store.steering import SteeringStore
 from service.types import JobRecord, Scope, TrialRecord
 
 __all__ = [
@@ -72,6 +74,8 @@ MAX_ID = 2**63 - 1
 @dataclass(frozen=True)
 class Services:
     store: Store
+    steering: SteeringStore
+    stored_exports: ExportStore
     data_dir: Path
     cluster: Cluster
     preflight: Preflight

@@ -24,6 +24,7 @@ from service.store import Store
 from service.store.artifacts import EXPORT_PREFIX, ArtifactStore
 from service.store.availability import is_away
 from service.store.blobs import StoredFile
+from service.store.exports import ExportStore
 from service.studies.export import export_trial
 from service.threads import Work, in_thread
 from service.types import ArtifactRecord, ExportRecord, ExportState, JobRecord
@@ -77,6 +78,7 @@ class Exports:
         is_leader: Callable[[], bool] = lambda: True,
     ) -> None:
         self._store = store
+        self._records = ExportStore(store)
         self._remote = None if artifacts is None else artifacts.remote
         self._artifacts = None if self._remote is None else artifacts
         self._data_dir = data_dir
@@ -188,7 +190,7 @@ class Exports:
         self._delete_job(job.id, noun=kind_of(job.kind).noun)
 
     def _delete_job(self, job_id: str, *, noun: str, note: Callable[[], None] = lambda: None) -> None:
-        self._delete(self._store.exports(job_id), job_id=job_id, noun=noun, note=note)
+        self._delete(self._records.exports(job_id), job_id=job_id, noun=noun, note=note)
 
     async def request(
         self,
@@ -230,17 +232,17 @@ class Exports:
     def _stored(self, wanted: ExportRecord, check: Callable[[], None]) -> tuple[ExportRecord, bool]:
         if not self._is_known(wanted.id):
             check()
-        record = self._store.add_export(wanted)
+        record = self._records.add_export(wanted)
         is_gone = record.state is ExportState.COMPLETE and self.num_bytes(record) is None
         if record.state is ExportState.FAIL or is_gone:
-            self._store.set_export_state(record.id, ExportState.WAITING)
-            return self._store.export(record.id), True
+            self._records.set_export_state(record.id, ExportState.WAITING)
+            return self._records.export(record.id), True
         return record, record == wanted
 
     def _is_known(self, export_id: str) -> bool:
         """Whether an export is queued or being written, or has its files."""
         try:
-            record = self._store.export(export_id)
+            record = self._records.export(export_id)
         except NotFound:
             return False
         if record.state is ExportState.COMPLETE:
@@ -256,7 +258,7 @@ class Exports:
         note: Callable[[], None] = lambda: None,
     ) -> None:
         with self._lock:
-            records = [self._store.export(record.id) for record in records]
+            records = [self._records.export(record.id) for record in records]
             for record in records:
                 if record.state in (ExportState.WAITING, ExportState.RUNNING):
                     raise Conflict(f"export {record.id} is {record.state}; it can be deleted once it has ended")
@@ -268,7 +270,7 @@ class Exports:
                 if job_id is not None:
                     self._store.delete_job(job_id, noun=noun)
                 for record in records:
-                    self._store.delete_export(record.id)
+                    self._records.delete_export(record.id)
                     if self._artifacts is not None:
                         self._artifacts.remove(record.study, artifact_name(record.id))
                 note()
@@ -291,7 +293,7 @@ class Exports:
         """
         with self._lock:
             places = list(self._root.iterdir()) if self._root.is_dir() else []
-            records = self._store.exports()
+            records = self._records.exports()
         known = {record.id for record in records}
         for place in places:
             if place.name not in known:
@@ -333,7 +335,7 @@ class Exports:
         while True:
             try:
                 if self._is_leader():
-                    unfinished = await in_thread(Work.BACKGROUND, self._store.unfinished_exports)
+                    unfinished = await in_thread(Work.BACKGROUND, self._records.unfinished_exports)
                     for record in unfinished:
                         with logs.fields(job=record.study, trial=record.trial):
                             await self._write(record.id)
@@ -352,7 +354,7 @@ class Exports:
 
     async def _write(self, name: str) -> None:
         try:
-            record = await in_thread(Work.BACKGROUND, self._store.export, name)
+            record = await in_thread(Work.BACKGROUND, self._records.export, name)
             if record.state not in (ExportState.WAITING, ExportState.RUNNING):
                 return
             directory = await in_thread(Work.BACKGROUND, self._prepare, record)
@@ -379,7 +381,7 @@ class Exports:
             if self._process is not None:
                 await in_thread(Work.BACKGROUND, self._process.stop)
         if not self._is_stopping:
-            await in_thread(Work.BACKGROUND, self._store.set_export_state, name, state, reason)
+            await in_thread(Work.BACKGROUND, self._records.set_export_state, name, state, reason)
 
     def _alignments(self, record: ExportRecord) -> str | Path:
         """Location of the alignments of the exported trial's study: a directory, or the URL of an object store.
@@ -391,7 +393,7 @@ class Exports:
         return directory if self._remote is None or directory.is_dir() else self._remote
 
     def _prepare(self, record: ExportRecord) -> Path:
-        self._store.set_export_state(record.id, ExportState.RUNNING)
+        self._records.set_export_state(record.id, ExportState.RUNNING)
         directory = self.directory(record)
         directory.parent.mkdir(parents=True, exist_ok=True)  # holds what an interrupted export continues from
         return directory

@@ -17,6 +17,7 @@ from service.jobs.registry import KINDS
 from service.store import Store
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
+from service.store.exports import ExportStore
 from service.studies.preflight.dtype import DTYPE_BYTES
 from service.types import ExportRecord, ExportState, JobRecord
 
@@ -48,6 +49,7 @@ class TeamBytes:
 
     def __init__(self, store: Store, accounts: AccountStore, artifacts: ArtifactStore, exports: Exports) -> None:
         self._store, self._accounts, self._artifacts, self._exports = store, accounts, artifacts, exports
+        self._records = ExportStore(store)
 
     def artifacts(self, team: str) -> int:
         """Bytes of the artifacts of a team's jobs: trained experts, and policies that searches have learned.
@@ -59,7 +61,7 @@ class TeamBytes:
 
     def exports(self, team: str) -> int:
         """Bytes of the models that a team's jobs have exported; unfinished exports count with their expected size."""
-        return sum(map(self._size_of, self._store.exports_of_team(team)))
+        return sum(map(self._size_of, self._records.exports_of_team(team)))
 
     def check_artifacts(self, team: str | None, num_bytes: int) -> None:
         """Raise Refusal (403) if `num_bytes` more bytes of artifacts would exceed the quota of a team.
@@ -82,7 +84,7 @@ class TeamBytes:
         """
         if team is None or self._accounts.team(team).limits.export_bytes is None:
             return MeasuredExports({})
-        exports = [*self._store.exports_of_team(team), *(() if with_job is None else self._store.exports(with_job))]
+        exports = [*self._records.exports_of_team(team), *(() if with_job is None else self._records.exports(with_job))]
         return MeasuredExports({(each.id, each.state): self._exports.num_bytes(each) or 0 for each in exports})
 
     def check_export(self, study: JobRecord, dtype: str, measured: MeasuredExports) -> None:
@@ -103,7 +105,7 @@ class TeamBytes:
         missing = 0 if job.state.is_finished else missing_bytes(job, self._artifacts)
         self.check_artifacts(team, self._stored(team, with_job=job.id) - self._stored(team) + missing)
         if self._accounts.team(team).limits.export_bytes is not None:
-            moved = sum(self._size_of(export, measured) for export in self._store.exports(job.id))
+            moved = sum(self._size_of(export, measured) for export in self._records.exports(job.id))
             self._check_exports(team, moved, "the exported models need", measured)
 
     def _stored(self, team: str, *, with_job: str | None = None) -> int:
@@ -113,7 +115,7 @@ class TeamBytes:
         quota = None if team is None else self._accounts.team(team).limits.export_bytes
         if team is None or quota is None or not num_bytes:
             return
-        used = sum(self._size_of(export, measured) for export in self._store.exports_of_team(team))
+        used = sum(self._size_of(export, measured) for export in self._records.exports_of_team(team))
         if used + num_bytes > quota:
             raise Refusal(
                 403,

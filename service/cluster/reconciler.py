@@ -34,6 +34,7 @@ from service.errors import NotFound
 from service.store import Store
 from service.store.accounts import AccountStore, Actor
 from service.store.servers import Leadership
+from service.store.steering import SteeringStore
 from service.types import (
     HEARTBEAT_S,
     RESUMED_BY_REQUEST,
@@ -289,6 +290,7 @@ class RayCluster:
         page_of: Callable[[JobRecord], str | None] = lambda _: None,
     ) -> None:
         self._store = store
+        self._steering = SteeringStore(store)
         self._accounts = AccountStore(store)
         self._places, self._demand_of, self._time_left_of = places, demand_of, time_left_of
         self._leadership = Leadership(store)
@@ -658,7 +660,7 @@ class RayCluster:
         elif decision.action is Action.INTERRUPT:
             self._interrupt(job)
         elif decision.action is Action.SETTLE:
-            self._store.settle(job.id)
+            self._steering.settle(job.id)
         elif decision.action is Action.GIVE_UP:
             logger.error("job %s: given up: %s", job.id, decision.because)
             self._store.open_attempt(job.id, because="giving up").set_state(JobState.FAILED, decision.because)

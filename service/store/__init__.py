@@ -1,6 +1,12 @@
 """Database of jobs, trials, samples and events: SQLite or PostgreSQL.
 
-- `sql`: the store of all jobs in one database: creates and reads jobs, and makes writers of their results
+- `sql`: the store of all jobs in one database; joins the classes of `jobs`, `events` and `results`
+- `database`: base class of that store: opens the database, and gives snapshots and units of work
+- `jobs`: creates, lists and deletes jobs, records their drivers, and makes writers of their results
+- `events`: reads the events of jobs
+- `results`: reads the trials, samples, evidence and documents of studies
+- `steering`: users' requests that change jobs: pause, resume, stop, edit, evaluate a merge, mark a trial as invalid
+- `exports`: database rows of exports, the merged models for download
 - `attempt_writer`: writes the results of one driver; refuses once another driver has taken over the job
 - `samples`: stored samples, packed in chunks, and samples of engines that failed a check
 - `prompts`: prompts, references and pictures of samples, which all trials share
@@ -33,8 +39,9 @@ from service.store.records import (
     EvidenceRecord,
     JudgmentRecord,
 )
+from service.store.results import RELOAD_EVENTS
 from service.store.samples import VoidSample
-from service.store.sql import RELOAD_EVENTS, Store
+from service.store.sql import Store
 
 __all__ = [
     "RELOAD_EVENTS",

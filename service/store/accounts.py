@@ -21,8 +21,9 @@ from service.store import schema
 from service.store.attempt_writer import insert_event, lock_job
 from service.store.availability import repeated
 from service.store.connection import clock, clock_time, reading, transaction
+from service.store.jobs import FINISHED
 from service.store.records import job_record
-from service.store.sql import FINISHED, Store
+from service.store.sql import Store
 from service.types import (
     Account,
     AuditRecord,

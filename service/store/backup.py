@@ -30,6 +30,7 @@ from service.store import schema
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BlobStore, DirectoryBlobs, digest_of, open_blobs
 from service.store.documents import ENDPOINT
+from service.store.exports import ExportStore
 from service.store.move import MovedTable, check_empty, copy_tables
 from service.store.sql import Store
 from service.types import DeliveryState, JobState
@@ -245,7 +246,7 @@ def restore(
                 _transfer(source, blobs, digest, Path(scratch))
                 if number % PROGRESS_FILES == 0 or number == len(digests):
                     note(f"files: {number} of {len(digests)}")
-            removed = len(copy.exports())
+            removed = len(ExportStore(copy).exports())
             copy_tables(copy, target, change=_detach, note=note)
     return Restored(backup, removed)
 

@@ -17,6 +17,7 @@ from search_spaces.spaces.base import SearchSpace
 from service.errors import StudyFailed
 from service.store import JobWriter, Store
 from service.store.documents import STOPPING
+from service.store.steering import SteeringStore
 from service.store.steps import GradientStep, UpdateStep
 from service.tune.ask_and_tell import AskAndTell
 from service.tune.benchmark_stage import BenchmarkStage
@@ -74,6 +75,7 @@ class Coordinator:
         self._writer = writer
         self._observer = observer
         self._store = store
+        self._steering = SteeringStore(store)
         self._is_stopped = False
         self._in_flight: dict[int, Evaluation] = {}
         self._num_lost_actors: dict[int, int] = {}
@@ -111,7 +113,7 @@ class Coordinator:
         )
         if self._refinement.is_started:
             self._ask_and_tell.end_search()
-        self._ask_and_tell.add_requested(store.evaluation_requests(plan.study_id))
+        self._ask_and_tell.add_requested(self._steering.evaluation_requests(plan.study_id))
         self._holdout = HoldoutStage(plan, trials=self._trials, samples=self._samples, writer=writer)
         self._benchmarks = BenchmarkStage(plan, trials=self._trials, samples=self._samples, store=store, writer=writer)
         self.look_for_faults()
@@ -295,7 +297,8 @@ class Coordinator:
             self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
         done = {(trial.number, record.rung) for trial in self._trials.values() for record in trial.rungs}
         running = {number for number, rung in stored if (number, rung) not in done}
-        running |= {own.added for own in self._store.evaluation_requests(self.plan.study_id) if own.added is not None}
+        requests = self._steering.evaluation_requests(self.plan.study_id)
+        running |= {own.added for own in requests if own.added is not None}
         self._refinement.stop()
         self._ask_and_tell.stop(reason, running=running)
 

@@ -35,7 +35,7 @@ def _new_databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
     with pytest.MonkeyPatch.context() as patch:
         if request.path.name not in OF_MIGRATIONS:
             template = tmp_path_factory.getbasetemp() / "migrated.db"
-            patch.setattr("service.store.sql.upgrade", copying(template))
+            patch.setattr("service.store.database.upgrade", copying(template))
         yield
 
 

@@ -22,7 +22,7 @@ def content(file: Path) -> list[str]:
 @pytest.fixture
 def copied(tmp_path: Path) -> Path:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("service.store.sql.upgrade", copying(tmp_path / "template.db"))
+        patch.setattr("service.store.database.upgrade", copying(tmp_path / "template.db"))
         for name in ("first", "second"):
             Store(f"sqlite:///{tmp_path / name}").close()
     return tmp_path / "second"
@@ -41,7 +41,7 @@ def test_a_copy_is_the_migrated_database(copied: Path, tmp_path: Path) -> None:
 def test_an_existing_database_is_not_replaced(copied: Path, tmp_path: Path) -> None:
     """What a database has stays when it is opened again."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("service.store.sql.upgrade", copying(tmp_path / "template.db"))
+        patch.setattr("service.store.database.upgrade", copying(tmp_path / "template.db"))
         for expected in (0, 1):
             store = Store(f"sqlite:///{copied}")
             assert len(store.unfinished_jobs()) == expected

@@ -54,7 +54,7 @@ def _used_export(study: UsedStudy, export_id: ExportId, services: Context) -> Ex
 
 def _found(study: JobRecord, export_id: str, services: Services) -> ExportRecord:
     try:
-        record = services.store.export(export_id)
+        record = services.stored_exports.export(export_id)
     except NotFound:
         record = None
     if record is None or record.study != study.id:
@@ -113,7 +113,7 @@ async def create_export(request: Request, study: UsedStudy, services: Context, s
 )
 def list_exports(study: Study, services: Context) -> Response:
     """List the exports (merged models for download) of a study, the oldest first."""
-    records = services.store.exports(study.id)
+    records = services.stored_exports.exports(study.id)
     return Json(ExportsDocument(exports=[_document(services, record) for record in records]))
 
 

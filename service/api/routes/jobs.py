@@ -412,7 +412,7 @@ def _edit(
     document = edited if options or "name" in labels else None
     was, is_now = ({name: values[place] for name, values in changes.items()} for place in (0, 1))
     with services.store.unit_of_work():
-        stored = services.store.edit_job(job, labels, document=document, restarts=bool(options), steering=steering)
+        stored = services.steering.edit_job(job, labels, document=document, restarts=bool(options), steering=steering)
         if stored is None:
             raise Refusal(412, f"the {kind.noun} was edited at this moment; read it and edit it again")
         services.accounts.record(sender.actor, "job.edit", f"job {job.id}", before=was, after=is_now)
@@ -703,7 +703,7 @@ def _pause(services: Services, job_id: str, steering: Steering) -> JobRecord:
     job is PAUSED when its driver has ended. A fine-tuning that is resumed continues from its last checkpoint. If the
     job was asked to pause before, nothing changes. Raises Conflict (409) if the job has ended.
     """
-    record = services.store.pause(job_id, steering=steering)
+    record = services.steering.pause(job_id, steering=steering)
     _check_unfinished(record, "paused")
     return record
 
@@ -714,7 +714,7 @@ def _stop(services: Services, job_id: str, steering: Steering) -> JobRecord:
     Unfinished trials that are not being evaluated at this moment are pruned. A search that was stopped already is not
     changed. Raises Conflict (409) if the study has ended.
     """
-    record = services.store.stop_search(job_id, steering=steering)
+    record = services.steering.stop_search(job_id, steering=steering)
     _check_unfinished(record, "stopped")
     return record
 
@@ -727,7 +727,7 @@ def _resume(services: Services, job_id: str, steering: Steering) -> JobRecord:
     can be resumed too. A job that is running or about to start is not changed. Raises Conflict (409) if the job is
     CANCELLED, or is COMPLETE and has no void samples.
     """
-    record = services.store.resume(job_id, reason=RESUMED_BY_REQUEST, steering=steering)
+    record = services.steering.resume(job_id, reason=RESUMED_BY_REQUEST, steering=steering)
     if record.state in (JobState.COMPLETE, JobState.CANCELLED):
         kind = kind_of(record.kind)
         raise Conflict(

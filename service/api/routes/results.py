@@ -172,7 +172,7 @@ async def add_benchmarks(study: ChangedStudy, services: Context, request: Reques
 
     def add() -> JobRecord:
         with services.store.unit_of_work():
-            record = services.store.add_benchmarks(study, document, names=names)
+            record = services.steering.add_benchmarks(study, document, names=names)
             services.accounts.record(sender.actor, "job.add_benchmarks", f"job {study.id}", after={"benchmarks": names})
             return record
 

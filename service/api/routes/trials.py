@@ -320,7 +320,7 @@ async def enqueue_trial(request: Request, study: ChangedStudy, services: Context
     def enqueue() -> tuple[JobRecord, bool]:
         steering = Steering("enqueue", user, body.reason)
         with services.store.unit_of_work():
-            record, is_new = services.store.enqueue_trial(
+            record, is_new = services.steering.enqueue_trial(
                 study, body.label, recipe=recipe, configuration=body.configuration, steering=steering
             )
             if is_new:
@@ -373,7 +373,7 @@ async def set_validity(
     def mark() -> bool:
         with services.store.unit_of_work():
             known = found_trial(services, study, number).invalid
-            services.store.set_invalid(study, number, invalid=invalid, steering=steering)
+            services.steering.set_invalid(study, number, invalid=invalid, steering=steering)
             if known != invalid:
                 before, after = ({"trial": number, "invalid": each} for each in (known, invalid))
                 services.accounts.record(sender.actor, "trial.validity", f"job {study.id}", before=before, after=after)
@@ -418,7 +418,7 @@ def evaluate_trial(
     user = None if sender.account is None else sender.account.user
     steering = Steering("evaluate", user, reason)
     with services.store.unit_of_work():
-        record, is_new = services.store.request_evaluation(study, number, steering=steering)
+        record, is_new = services.steering.request_evaluation(study, number, steering=steering)
         if is_new:
             services.accounts.record(sender.actor, "trial.evaluate", f"job {study.id}", after={"trial": number})
     if is_new:

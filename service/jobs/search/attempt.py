@@ -40,6 +40,7 @@ from service.store.documents import (
     read_contamination,
     read_verification,
 )
+from service.store.steering import SteeringStore
 from service.studies.preflight.algorithm import GRADIENT
 from service.studies.preflight.contamination import overlaps_of, unsearched_names
 from service.studies.preflight.examine import examine
@@ -414,7 +415,7 @@ def _keep_overlaps(store: Store, writer: JobWriter, preflight: PreflightResult) 
 
 def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple[Baseline, ...]:
     has_begun = bool(store.brackets(study_id) or store.steps(study_id))
-    requested = {request.added for request in store.evaluation_requests(study_id)}
+    requested = {request.added for request in SteeringStore(store).evaluation_requests(study_id)}
     trials = [trial for trial in store.trials(study_id) if trial.number not in requested]
     return baselines_of(trials, preflight.baselines(), has_begun=has_begun)
 

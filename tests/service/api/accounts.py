@@ -14,6 +14,7 @@ from service.auth.tokens import digest_of, new_token
 from service.store import schema
 from service.store.accounts import AccountStore, Actor
 from service.store.connection import transaction
+from service.store.exports import ExportStore
 from service.types import ExportRecord, ExportState, JobRecord, JobState, Role, Scope, Sharing
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study, stored_finetune, stored_study
 
@@ -116,7 +117,7 @@ class Company:
 
     def exported(self, study: JobRecord, export_id: str = EXPORT) -> ExportRecord:
         export = ExportRecord(export_id, study.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
-        self.server.store.add_export(export)
+        ExportStore(self.server.store).add_export(export)
         directory = self.server.app.state.services.exports.directory(export)
         directory.mkdir(parents=True, exist_ok=True)
         (directory / "config.json").write_text("{}")

@@ -12,6 +12,7 @@ import sqlalchemy as sa
 from service.store import Store, schema
 from service.store.accounts import AccountStore
 from service.store.connection import transaction
+from service.store.steering import SteeringStore
 from service.types import JobRecord, Sharing, Steering, TrialState
 from tests.service.api.accounts import Company
 from tests.service.api.harness import ApiServer, document, finished_study, stored_study
@@ -97,7 +98,7 @@ def test_a_change_of_a_job_needs_its_audit_entry(server: ApiServer, action: str)
     """Requests about an unfinished study store nothing if the audit log refuses the entry, and later both."""
     study = stored_study(server.store)
     if action == "job.resume":
-        server.store.pause(study.id, steering=Steering("pause", "owner"))
+        SteeringStore(server.store).pause(study.id, steering=Steering("pause", "owner"))
     check(server, study, action, OF_RUNNING[action])
 
 

@@ -14,14 +14,15 @@ import httpx
 import pytest
 
 from service.errors import StaleAttempt
-from service.store import JobWriter, attempt_writer, sql
-from service.store.sql import CLOCK_STEP_S
+from service.store import JobWriter, attempt_writer, results
+from service.store.results import CLOCK_STEP_S
+from service.store.steering import SteeringStore
 from service.types import EventKind, JobRecord, JobState, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer, rung, stored_study, write_holdout, write_trial
 from tests.service.synthetic_run import run_record
 from workers.types import Evidence, SampleResult, ScoreResult, Split
 
-STORE = Path(sql.__file__).parent
+STORE = Path(results.__file__).parent
 
 # The statement by which stored samples change their trial.
 STATEMENT = "connection.execute(_SCORED"
@@ -165,7 +166,7 @@ def score_again(live: Live) -> None:
 def resume(live: Live) -> None:
     """A driver is replaced; the next one goes on, and the one before can no longer write."""
     live.writer.set_state(JobState.FAILED, "why")
-    live.server.store.resume(live.study.id, reason="again")
+    SteeringStore(live.server.store).resume(live.study.id, reason="again")
     live.server.store.open_attempt(live.study.id).finish_trials([WAITING], TrialState.FAIL, "gone")
     with pytest.raises(StaleAttempt):
         live.writer.finish_trials([OTHER], TrialState.FAIL, "gone")
@@ -257,7 +258,7 @@ def test_only_what_has_changed_is_sent(live: Live, monkeypatch: pytest.MonkeyPat
 
 
 def test_many_chunks_are_read_in_parts(live: Live, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sql, "CHUNKS_AT_ONCE", 2)
+    monkeypatch.setattr(results, "CHUNKS_AT_ONCE", 2)
     reader = Reader(live.http, live.path)
     for number in range(5):
         store_chunk(live, number)

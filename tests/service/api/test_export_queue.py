@@ -13,6 +13,7 @@ from service.api import export_queue
 from service.api.export_queue import Exports, artifact_name
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.exports import ExportStore
 from service.types import ExportRecord, ExportState
 from tests.postgresql import PostgreSQL
 from tests.s3_server import S3
@@ -49,10 +50,10 @@ def test_the_leader_writes_the_exports_of_all_servers(
         second.start()
         record = await second.request(study.id, trial=1, dtype="float32")
         await asyncio.sleep(0.3)
-        assert store.export(record.id).state is ExportState.WAITING
+        assert ExportStore(store).export(record.id).state is ExportState.WAITING
         leads["first"] = True
         deadline = time.monotonic() + 30
-        while store.export(record.id).state is not ExportState.COMPLETE:
+        while ExportStore(store).export(record.id).state is not ExportState.COMPLETE:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         assert second.directory(record).is_dir()
@@ -106,7 +107,7 @@ def test_an_export_waits_for_the_database(
         await asyncio.sleep(0.3)
         await asyncio.to_thread(postgresql.start)
         deadline = time.monotonic() + 30
-        while store.export(record.id).state is not ExportState.COMPLETE:
+        while ExportStore(store).export(record.id).state is not ExportState.COMPLETE:
             assert time.monotonic() < deadline
             await asyncio.sleep(0.02)
         await exports.stop()
@@ -177,6 +178,6 @@ def test_unused_files_are_not_looked_for_after_each_export(
 
 async def _completed(store: Store, name: str) -> None:
     deadline = time.monotonic() + 30
-    while store.export(name).state is not ExportState.COMPLETE:
+    while ExportStore(store).export(name).state is not ExportState.COMPLETE:
         assert time.monotonic() < deadline
         await asyncio.sleep(0.02)

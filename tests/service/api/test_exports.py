@@ -25,6 +25,7 @@ from service.results.preference import choices
 from service.store import Store, blobs
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import StoredFile
+from service.store.exports import ExportStore
 from service.studies.export import export_trial
 from service.types import (
     ExportRecord,
@@ -151,7 +152,9 @@ def test_weights_name_the_trial_that_is_exported(idle_http: httpx.Client, idle: 
     path = f"/v1/studies/{record.id}/exports"
     expected = choices(run_record(idle.store, record.id)).preferred({"math": 0.75, "text": 0.25})
     name = export_id(record.id, expected["trial"], "bfloat16")
-    idle.store.add_export(ExportRecord(name, record.id, expected["trial"], "bfloat16", ExportState.WAITING, 1.0))
+    ExportStore(idle.store).add_export(
+        ExportRecord(name, record.id, expected["trial"], "bfloat16", ExportState.WAITING, 1.0)
+    )
     asked = idle_http.post(path, json={"prefer": {"math": 0.75, "text": 0.25}, "dtype": "bfloat16"})
     assert asked.status_code == 202
     document = asked.json()
@@ -182,7 +185,7 @@ def test_what_are_no_weights_is_refused(
     (problem,) = answer.json()["problems"]
     assert problem["field"] == "prefer"
     assert message is None or problem["message"] == message
-    assert server.store.exports(record.id) == ()
+    assert ExportStore(server.store).exports(record.id) == ()
 
 
 def test_failed_export_may_be_retried(http: httpx.Client, server: ApiServer) -> None:
@@ -190,7 +193,9 @@ def test_failed_export_may_be_retried(http: httpx.Client, server: ApiServer) -> 
     record = finished_study(server.store, num_trials=3)  # its fingerprints are of no real files
     name = export_id(record.id, 1, "bfloat16")
     path = f"/v1/studies/{record.id}/exports"
-    server.store.add_export(ExportRecord(name, record.id, 1, "bfloat16", ExportState.FAIL, 1.0, reason="disk full"))
+    ExportStore(server.store).add_export(
+        ExportRecord(name, record.id, 1, "bfloat16", ExportState.FAIL, 1.0, reason="disk full")
+    )
     assert http.get(f"{path}/{name}").json()["reason"] == "disk full"
     asked = http.post(path, json={"trial": 1, "dtype": "bfloat16"}).json()
     assert (asked["id"], asked["reason"]) == (name, None)
@@ -243,7 +248,7 @@ def test_removed_export_may_be_repeated(idle_http: httpx.Client, idle: ApiServer
     """An export whose files were removed says so and may be requested again."""
     record = finished_study(idle.store, num_trials=3)
     name = export_id(record.id, 1, "float32")
-    idle.store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.COMPLETE, 1.0))
+    ExportStore(idle.store).add_export(ExportRecord(name, record.id, 1, "float32", ExportState.COMPLETE, 1.0))
     path = f"/v1/studies/{record.id}/exports"
     answer = idle_http.get(f"{path}/{name}/download")
     assert answer.status_code == 410, answer.text
@@ -264,13 +269,14 @@ def test_an_interrupted_export_is_written_at_the_next_start(tmp_path: Path) -> N
     name = export_id("s", 0, "float32")
     store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
     record = family_study(store)
-    store.add_export(ExportRecord(name, record.id, 1, "float32", ExportState.RUNNING, created_at=1.0))
+    ExportStore(store).add_export(ExportRecord(name, record.id, 1, "float32", ExportState.RUNNING, created_at=1.0))
     store.close()
     with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         assert wait(http, f"/v1/studies/{record.id}/exports/{name}")["state"] == "COMPLETE"
         written = {file: file.stat().st_mtime_ns for file in (tmp_path / "exports" / name).glob("*/*")}
         assert any(file.suffix == ".safetensors" for file in written)
-        server.store.set_export_state(name, ExportState.RUNNING)  # as if it had ended just before saying so
+        # As if it had ended just before saying so.
+        ExportStore(server.store).set_export_state(name, ExportState.RUNNING)
     with ApiServer(tmp_path) as server, httpx.Client(base_url=server.url, timeout=60) as http:
         assert wait(http, f"/v1/studies/{record.id}/exports/{name}")["state"] == "COMPLETE"
         assert {file: file.stat().st_mtime_ns for file in (tmp_path / "exports" / name).glob("*/*")} == written
@@ -283,7 +289,7 @@ def test_stopping_the_server_leaves_an_export_to_be_begun_again(tmp_path: Path) 
         while http.get(asked["links"]["self"]).json()["state"] == "WAITING":
             time.sleep(0.01)
     store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
-    assert store.export(asked["id"]).state is ExportState.RUNNING
+    assert ExportStore(store).export(asked["id"]).state is ExportState.RUNNING
     store.close()
 
 
@@ -353,19 +359,22 @@ def test_the_quota_of_exports_holds_in_an_object_store(tmp_path: Path, s3: S3, m
     artifacts = ArtifactStore(store, f"{s3.bucket()}/files")
     for trial in (1, 2, 3):
         name = export_id(study.id, trial, "float32")
-        store.add_export(ExportRecord(name, study.id, trial, "float32", ExportState.COMPLETE, float(trial)))
+        ExportStore(store).add_export(
+            ExportRecord(name, study.id, trial, "float32", ExportState.COMPLETE, float(trial))
+        )
         (tmp_path / "model").mkdir(exist_ok=True)
         (tmp_path / "model" / "model.safetensors").write_bytes(bytes([trial]) * 100)
         artifacts.put(study.id, artifact_name(name), tmp_path / "model")
     exports = Exports(store, tmp_path, keep=ExportLimits(quota_bytes=250), artifacts=artifacts)
     exports.sweep()
-    assert [(record.trial, exports.num_bytes(record)) for record in store.exports()] == [(2, 100), (3, 100)]
+    kept = ExportStore(store).exports()
+    assert [(record.trial, exports.num_bytes(record)) for record in kept] == [(2, 100), (3, 100)]
     assert artifacts.num_bytes() > 300, "another process may be about to use the files"
     monkeypatch.setattr(blobs, "GRACE_S", -1.0)
     exports.sweep()
     assert 200 < artifacts.num_bytes() < 500
     Exports(store, tmp_path, keep=ExportLimits(), artifacts=artifacts).sweep()
-    assert len(store.exports()) == 2, "without a quota, an object store has no limit"
+    assert len(ExportStore(store).exports()) == 2, "without a quota, an object store has no limit"
     store.close()
 
 

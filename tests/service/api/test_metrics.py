@@ -19,6 +19,7 @@ from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
 from service.jobs.heartbeat import ENGINE
 from service.store import Store, schema
+from service.store.steering import SteeringStore
 from service.types import EventKind, JobState, Steering
 from tests.postgresql import PostgreSQL
 from tests.prometheus import program
@@ -183,11 +184,11 @@ def test_jobs_wait_until_a_driver_has_them(http: httpx.Client, server: ApiServer
     store.open_attempt(job.id, as_driver=True)
     assert samples(http)[own] == waited_s, "a driver that replaces another does not count"
 
-    store.pause(job.id, steering=Steering("pause"))
-    store.settle(job.id)
+    SteeringStore(store).pause(job.id, steering=Steering("pause"))
+    SteeringStore(store).settle(job.id)
     set_heartbeat(store, job.id, 0.0)
     assert waiting() == (0, 0.0)
-    store.resume(job.id, reason="resumed by request")
+    SteeringStore(store).resume(job.id, reason="resumed by request")
     number, oldest_s = waiting()
     assert number == 1
     assert oldest_s < 60

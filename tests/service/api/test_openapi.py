@@ -29,6 +29,7 @@ from service.errors import NotFound
 from service.notifications.signatures import new_webhook_secret
 from service.store import SampleText
 from service.store.accounts import AccountStore, name_problem
+from service.store.exports import ExportStore
 from service.store.notifications import NotificationStore
 from service.types import Coverage, ExportRecord, ExportState, JobRecord, JobState, Scope, TrialState
 from tests.service.api.accounts import OPERATOR, Company, bearer
@@ -100,7 +101,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
     lost = stored_finetune(server.store)
     server.store.open_attempt(lost.id).set_state(JobState.FAILED, "the loss is nan")
     export = ExportRecord(EXPORT, finished.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
-    server.store.add_export(export)
+    ExportStore(server.store).add_export(export)
     directory = server.app.state.services.exports.directory(export)
     directory.mkdir(parents=True)
     (directory / "config.json").write_text("{}")
@@ -120,7 +121,9 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
         study = stored_study(server.store)
         server.store.open_attempt(study.id).set_state(JobState.CANCELLED)
         name = f"{next(numbers):032x}"
-        server.store.add_export(ExportRecord(name, study.id, 1, "float32", ExportState.COMPLETE, created_at=1.0))
+        ExportStore(server.store).add_export(
+            ExportRecord(name, study.id, 1, "float32", ExportState.COMPLETE, created_at=1.0)
+        )
         return study.id, name
 
     complete = created

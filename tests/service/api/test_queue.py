@@ -18,6 +18,7 @@ from service.cluster.reconciler import QueueState
 from service.disk import artifacts_dir
 from service.jobs.base import Accepted, JobKind
 from service.store.artifacts import ArtifactStore
+from service.store.exports import ExportStore
 from service.types import Account, ExportRecord, ExportState, JobRecord, JobState, Role, Scope, Sharing
 from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer, QuickPreflight, document, finetuning, stored_study
@@ -327,10 +328,10 @@ def test_bytes_of_exports_are_limited_for_a_team(company: Company) -> None:
             "that are no longer needed"
         )
         waiting = ExportRecord("f" * 32, study.id, 2, "float16", ExportState.WAITING, created_at=1.0)
-        company.server.store.add_export(waiting)
+        ExportStore(company.server.store).add_export(waiting)
         refused = http.post(path, json={"trial": 1, "dtype": "float16"})
         assert refused.status_code == 403, "an export that waits counts"
-        assert len(company.server.store.exports(study.id)) == 2
+        assert len(ExportStore(company.server.store).exports(study.id)) == 2
 
 
 def is_locked(company: Company) -> bool:

@@ -20,6 +20,7 @@ from service.resolved_study import ResolvedStudy
 from service.store import blobs, schema
 from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
+from service.store.steering import SteeringStore
 from service.types import Account, EventKind, JobRecord, JobState, Origin, TrialRecord, TrialState
 from tests.s3_server import S3
 from tests.service.api.family import image_document
@@ -770,7 +771,7 @@ def test_a_pruned_trial_is_requested_at_the_full_budget(http: httpx.Client, serv
     answers = [http.post(f"{path}/trials/{number}:evaluate", params={"reason": "by a hair"}) for _ in range(2)]
     assert [answer.status_code for answer in answers] == [202, 202], answers[0].text
     assert answers[0].json()["state"] == "STOPPED"
-    assert [request.trial for request in server.store.evaluation_requests(record.id)] == [number]
+    assert [request.trial for request in SteeringStore(server.store).evaluation_requests(record.id)] == [number]
     (payload,) = [event.payload for event in server.store.events(record.id) if event.kind == "steered"]
     assert (payload["action"], payload["reason"], payload["trial"]) == ("evaluate", "by a hair", number)
     assert server.cluster.num_wakes == 1
@@ -809,7 +810,7 @@ def test_only_what_was_pruned_or_failed_is_evaluated(http: httpx.Client, server:
         f"trial {number} is COMPLETE; only a trial that is PRUNED or has failed (FAIL) is evaluated",
     )
     assert http.post(f"{path}/trials/99999:evaluate").status_code == 404
-    assert server.store.evaluation_requests(record.id) == ()
+    assert SteeringStore(server.store).evaluation_requests(record.id) == ()
 
 
 def test_a_merge_is_enqueued_once(http: httpx.Client, server: ApiServer) -> None:
@@ -818,7 +819,7 @@ def test_a_merge_is_enqueued_once(http: httpx.Client, server: ApiServer) -> None
     body = {"label": "by hand", "configuration": {"x": 0.5}, "reason": "why not"}
     answers = [http.post(path, json=body) for _ in range(2)]
     assert [(answer.status_code, answer.json()["state"]) for answer in answers] == [(202, "STOPPED")] * 2
-    (request,) = server.store.evaluation_requests(record.id)
+    (request,) = SteeringStore(server.store).evaluation_requests(record.id)
     assert (request.label, request.configuration, request.recipe) == ("by hand", {"x": 0.5}, None)
     (payload,) = [event.payload for event in server.store.events(record.id) if event.kind == "steered"]
     assert (payload["action"], payload["reason"]) == ("enqueue", "why not")

@@ -15,7 +15,7 @@ from service.errors import StaleAttempt
 from service.jobs.driver import drive
 from service.store import Store
 from service.store.connection import transaction
-from service.store.sql import _lock_drains
+from service.store.jobs import _lock_drains
 from service.types import ALIVE_S, JobRecord, JobState
 from tests.postgresql import PostgreSQL
 from tests.service.api.harness import ApiServer, document

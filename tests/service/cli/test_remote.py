@@ -16,7 +16,9 @@ from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
 from service.results.documents import pareto, trial_document
 from service.results.load import run_record
+from service.store.exports import ExportStore
 from service.store.schema import REVISION
+from service.store.steering import SteeringStore
 from service.types import JobState, Origin, TrialRecord, TrialState
 from tests.service.api.harness import ApiServer
 from tests.service.api.ray_dashboard.upstream import upstream
@@ -206,7 +208,7 @@ def test_weights_pick_the_trial_on_the_server(
     assert told.startswith("preferred by sums=1: trial 7, task arithmetic 0.7, sums ")
     assert told.endswith(" on held-out data")
     assert place == f"merged model: {out}"
-    assert site.store.exports(finished)[-1].trial == 7
+    assert ExportStore(site.store).exports(finished)[-1].trial == 7
     assert terminal.document("pareto", finished, "--prefer", "sums=1")["preferred"]["trial"] == 7
     assert "prefer: sums=0.5 sum to 0.5, not to 1" in terminal.refused(
         "export", finished, "best", "--prefer", "sums=0.5", "--out", tmp_path / "other"
@@ -365,7 +367,7 @@ def test_enqueue_sends_a_file(site: Site, terminal: ServerTerminal, tmp_path: Pa
     (tmp_path / "recipe.json").write_text('{"format": "f"}')
     terminal.shown("enqueue", study, "values", "--configuration", str(tmp_path / "values.yaml"))
     terminal.shown("enqueue", study, "recipe", "--recipe", str(tmp_path / "recipe.json"), "--reason", "why not")
-    first, second = site.store.evaluation_requests(study)[-2:]
+    first, second = SteeringStore(site.store).evaluation_requests(study)[-2:]
     assert (first.label, first.configuration, first.recipe) == ("values", {"x": 0.5}, None)
     assert (second.label, second.configuration, second.recipe) == ("recipe", None, {"format": "f"})
     assert "missing.json" in terminal.refused("enqueue", study, "a", "--recipe", str(tmp_path / "missing.json"))

@@ -31,6 +31,8 @@ from service.results.documents import pareto, trial_document
 from service.results.load import run_record
 from service.results.report import render_report
 from service.results.summary import summary
+from service.store.exports import ExportStore
+from service.store.steering import SteeringStore
 from service.types import ExportRecord, ExportState, JobState, Origin, TrialRecord, TrialState
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
@@ -265,7 +267,7 @@ def test_a_merge_is_enqueued(site: Site, ask: Asker) -> None:
     assert ask("enqueue_trial", study, label, configuration={"x": 0.5}, reason="why not")["state"] == "CREATED"
     with pytest.raises(RequestRefused, match="give another label"):
         ask("enqueue_trial", study, label, recipe={"x": 0.5})
-    assert label in [request.label for request in site.store.evaluation_requests(study)]
+    assert label in [request.label for request in SteeringStore(site.store).evaluation_requests(study)]
 
 
 def test_a_study_is_cancelled_once_and_for_good(site: Site, finished: str, ask: Asker) -> None:
@@ -302,7 +304,9 @@ def test_a_study_that_has_ended_is_deleted(site: Site, ask: Asker) -> None:
 def test_an_export_is_listed_and_deleted(site: Site, ask: Asker) -> None:
     study = site.create(site.new_name())
     name = uuid.uuid4().hex
-    site.store.add_export(ExportRecord(name, study, 0, "float32", ExportState.FAIL, time.time(), reason="disk full"))
+    ExportStore(site.store).add_export(
+        ExportRecord(name, study, 0, "float32", ExportState.FAIL, time.time(), reason="disk full")
+    )
     (export,) = ask("exports", study)
     assert (export["id"], export["state"]) == (name, "FAIL")
     assert ask("delete_export", study, name) is None

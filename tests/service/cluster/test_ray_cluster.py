@@ -16,6 +16,7 @@ from service.errors import StaleAttempt
 from service.server import page_of
 from service.store import JobWriter, Store
 from service.store.accounts import AccountStore, Actor
+from service.store.steering import SteeringStore
 from service.types import Account, EventKind, JobState, Role, Steering
 from tests.service.resolved import resolved_study
 
@@ -155,7 +156,7 @@ def test_refused_job_fails_its_study_alone(
     assert cluster.waiting_for(record) is None
     assert store.job(other).submissions == 1
     jobs.refuses = "-"
-    store.resume(odd, reason="resumed by request")
+    SteeringStore(store).resume(odd, reason="resumed by request")
     rounds(cluster)
     assert jobs.states[jobs.submitted[-1]] == "RUNNING"
     assert jobs.submitted[-1].startswith("odd-")
@@ -218,7 +219,7 @@ def test_a_resumed_study_gets_a_driver_at_once(store: Store, jobs: Jobs, cluster
     assert len(jobs.submitted) == 1
     with store._engine.begin() as connection:  # its driver was submitted long ago
         connection.exec_driver_sql("UPDATE studies SET submitted_at = submitted_at - 600")
-    store.resume(study, reason="resumed by request")
+    SteeringStore(store).resume(study, reason="resumed by request")
     rounds(cluster)
     assert len(jobs.submitted) == 2
 
@@ -283,7 +284,7 @@ def drive(store: Store, job: str) -> JobWriter:
 
 def create_urgent(store: Store) -> str:
     job = create(store, "urgent")
-    edited = store.edit_job(
+    edited = SteeringStore(store).edit_job(
         store.job(job), {"priority": 5}, document=None, restarts=False, steering=Steering("edit", changes={})
     )
     assert edited is not None
@@ -376,7 +377,7 @@ def test_a_job_that_pauses_makes_room_too(store: Store, jobs: Jobs, single: RayC
     for job in (first, second):
         drive(store, job)
     jobs.ends_slowly = True
-    store.pause(first, steering=Steering("pause"))
+    SteeringStore(store).pause(first, steering=Steering("pause"))
     urgent = create_urgent(store)
     rounds(single, 3)
     assert not store.job(second).yields

@@ -29,6 +29,7 @@ from service.cluster.reconciler import (
 )
 from service.disk import DRAINED
 from service.store import Store
+from service.store.steering import SteeringStore
 from service.types import RESUMED_BY_REQUEST, JobRecord, JobState, Steering
 from tests.postgresql import PASSWORD, PostgreSQL
 
@@ -486,7 +487,7 @@ def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pyt
             first = submission_id(job, 1)
             wait_until(lambda: first in dashboard.jobs)
             store.open_attempt(job.id, as_driver=True).set_state(JobState.RUNNING)
-            assert store.pause(job.id, steering=Steering("pause")).state is JobState.RUNNING
+            assert SteeringStore(store).pause(job.id, steering=Steering("pause")).state is JobState.RUNNING
             assert cluster.waiting_for(store.job(job.id)) == "its driver to end; then it is PAUSED"
             cluster.wake()
             wait_until(lambda: store.job(job.id).state is JobState.PAUSED)
@@ -494,7 +495,7 @@ def test_a_paused_job_waits_until_it_is_resumed(tmp_path: Path, monkeypatch: pyt
             time.sleep(SEVERAL_ROUNDS_S)
             assert (list(dashboard.jobs), dashboard.stopped) == ([first], [first])
             assert cluster.waiting_for(store.job(job.id)) == "a request to resume it"
-            store.resume(job.id, reason=RESUMED_BY_REQUEST, steering=Steering("resume"))
+            SteeringStore(store).resume(job.id, reason=RESUMED_BY_REQUEST, steering=Steering("resume"))
             cluster.wake()
             wait_until(lambda: submission_id(job, 2) in dashboard.jobs)
         finally:
@@ -519,7 +520,7 @@ def test_waiting_jobs_start_by_priority(tmp_path: Path, monkeypatch: pytest.Monk
         try:
             first = {f"s{i}" for i in range(MAX_RUNNING)}
             wait_until(lambda: submitted() == first)
-            urgent = store.edit_job(
+            urgent = SteeringStore(store).edit_job(
                 jobs[-1], {"priority": 5}, document=None, restarts=False, steering=Steering("edit", changes={})
             )
             assert urgent is not None

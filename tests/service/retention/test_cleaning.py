@@ -28,6 +28,7 @@ from service.store import Store, schema
 from service.store.artifacts import ArtifactStore
 from service.store.documents import RESPONSES
 from service.store.samples import remove_texts
+from service.store.steering import SteeringStore
 from service.types import JobRecord, JobState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 from workers.object_store import blob_path
@@ -167,7 +168,7 @@ def test_a_removal_does_not_make_a_job_younger(site: Site) -> None:
 
 def test_an_interrupted_removal_is_completed(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A removal that was killed between two recipes is completed later; number, bytes and time are those of all."""
-    from service.store import sql
+    from service.store import results
 
     job = site.finished("old", days=40)
     cleaner = site.cleaner("responses=30d")
@@ -183,7 +184,7 @@ def test_an_interrupted_removal_is_completed(site: Site, monkeypatch: pytest.Mon
 
     before = site.num_texts(job)
     with monkeypatch.context() as changes:
-        changes.setattr(sql, "remove_texts", remove_one)
+        changes.setattr(results, "remove_texts", remove_one)
         with pytest.raises(KeyboardInterrupt):
             cleaner.carry_out((removal,))
     assert 0 < site.num_texts(job) < before
@@ -302,7 +303,7 @@ def test_responses_that_are_gone_end_resuming(site: Site) -> None:
     assert site.store.has_void(job.id)
     assert cleaner.plan() == ()
     cleaner.carry_out(plan)
-    assert site.store.resume(job.id, reason="again").state is JobState.COMPLETE
+    assert SteeringStore(site.store).resume(job.id, reason="again").state is JobState.COMPLETE
 
 
 def test_unused_files_of_artifacts_are_removed(site: Site) -> None:

@@ -6,14 +6,19 @@ import re
 import threading
 import time
 from collections.abc import Callable, Iterator
+from inspect import getmembers, isfunction
 
 import pytest
 import sqlalchemy as sa
 
 from service.jobs.heartbeat import Heartbeat
 from service.store import JobWriter, Store
+from service.store.accounts import AccountStore
 from service.store.artifacts import ArtifactStore
-from service.store.availability import FIRST_WAIT_S, is_away
+from service.store.availability import FIRST_WAIT_S, is_away, repeated
+from service.store.exports import ExportStore
+from service.store.notifications import NotificationStore
+from service.store.steering import SteeringStore
 from service.types import JobState
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.store.test_store import BEGINNING, RESOLVED, TRIAL, WRITES
@@ -136,6 +141,24 @@ def test_reads_in_a_snapshot_are_not_repeated(store: Store, server: PostgreSQL) 
         server.start()
         with pytest.raises(sa.exc.OperationalError):
             snapshot.jobs()
+
+
+STORES = (Store, JobWriter, SteeringStore, ExportStore, ArtifactStore, AccountStore, NotificationStore)
+
+
+@pytest.mark.parametrize("cls", STORES)
+def test_all_public_methods_of_a_store_are_repeated(cls: type) -> None:
+    """Methods of base classes too, each once: `repeated` decorates only the methods of the class that it is given."""
+
+    @repeated
+    class Example:
+        def call(self) -> None: ...
+
+    code = Example.call.__code__
+    methods = {name: method for name, method in getmembers(cls, isfunction) if not name.startswith("_")}
+    assert methods
+    assert [name for name, method in methods.items() if method.__code__ is not code] == []
+    assert [name for name, method in methods.items() if vars(method)["__wrapped__"].__code__ is code] == []
 
 
 def test_waiting_counts_as_progress(store: Store, server: PostgreSQL) -> None:

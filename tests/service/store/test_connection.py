@@ -16,6 +16,7 @@ from service.errors import Conflict
 from service.store import JobWriter, Store, schema
 from service.store.availability import is_away
 from service.store.connection import TOKEN_LIFE_S, _is_committed, reading, transaction
+from service.store.steering import SteeringStore
 from service.types import EventKind, JobState, RungRecord, TrialState
 from tests.postgresql import PostgreSQL
 from tests.service.store.test_store import BEGINNING, RECIPE, RESOLVED, RUNG, TRIAL, chunk
@@ -113,7 +114,7 @@ def test_numbers_of_events_have_64_bits(store: Store) -> None:
 WRITERS: dict[str, Callable[[Store, JobWriter], Any]] = {
     "refusal": lambda store, writer: store.record_refusal(writer.job_id, "no"),
     "attempt": lambda store, writer: store.open_attempt(writer.job_id),
-    "resume": lambda store, writer: store.resume(writer.job_id, reason="again"),
+    "resume": lambda store, writer: SteeringStore(store).resume(writer.job_id, reason="again"),
     "state": lambda store, writer: writer.set_state(JobState.RUNNING),
     "waiting": lambda store, writer: writer.set_waiting("no engine"),
     "trial": lambda store, writer: writer.add_trial(TRIAL),

@@ -16,8 +16,10 @@ from service.errors import Conflict
 from service.store import Store, schema
 from service.store import move as moving
 from service.store.accounts import AccountStore, Actor
+from service.store.exports import ExportStore
 from service.store.move import move
 from service.store.notifications import NotificationStore
+from service.store.steering import SteeringStore
 from service.store.usage import add_usage
 from service.types import Coverage, EventKind, ExportRecord, ExportState, JobState, Role, Scope, Steering
 from tests.postgresql import PASSWORD, PostgreSQL
@@ -50,13 +52,13 @@ def filled(url: str) -> Store:
         )
         writer.record_chunk(9, Split.HOLDOUT, replace(chunk(range(1)), samples=samples))
         writer.finish_rung(9, RUNG, samples_reused=1)
-        store.add_export(ExportRecord(name, job.id, 3, "float32", ExportState.COMPLETE, 1 / 3))
+        ExportStore(store).add_export(ExportRecord(name, job.id, 3, "float32", ExportState.COMPLETE, 1 / 3))
         with store.engine.begin() as connection:
             row = {"study": job.id, "name": "x", "digest": "d", "num_bytes": 2**40, "facts": {}, "created_at": 1 / 7}
             connection.execute(sa.insert(schema.artifacts).values(row))
             connection.execute(sa.insert(schema.samples), [old_sample(job.id, *each) for each in enumerate(ODD)])
-        store.request_evaluation(job, 3, steering=Steering("evaluate"))
-        store.enqueue_trial(job, "by hand", configuration={"x": 1 / 3}, steering=Steering("enqueue"))
+        SteeringStore(store).request_evaluation(job, 3, steering=Steering("evaluate"))
+        SteeringStore(store).enqueue_trial(job, "by hand", configuration={"x": 1 / 3}, steering=Steering("enqueue"))
         store.open_attempt(job.id).set_state(JobState.COMPLETE)
     store.delete_job(job.id)
     store.set_drained(drained=True)

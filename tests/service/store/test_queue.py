@@ -14,6 +14,7 @@ from service.errors import NotFound
 from service.store import Store, schema
 from service.store.accounts import AccountStore, Actor
 from service.store.connection import transaction
+from service.store.steering import SteeringStore
 from service.store.usage import DAY_S, HALF_LIFE_DAYS, add_usage, read_usage
 from service.types import JobRecord, JobState, Role, Scope, Steering, TeamLimits, TeamUsage
 
@@ -162,6 +163,7 @@ def test_a_move_holds_until_the_job_starts(store: Store, accounts: AccountStore)
 
 def test_a_job_is_asked_once_to_make_room(store: Store, accounts: AccountStore) -> None:
     """Its driver may store what it has; then the job is STOPPED, and the driver can write no more."""
+    requests = SteeringStore(store)
     job = create(store)
     store.record_submission(job.id, 1)
     writer = store.open_attempt(job.id, as_driver=True)
@@ -172,14 +174,14 @@ def test_a_job_is_asked_once_to_make_room(store: Store, accounts: AccountStore) 
     assert store.job(job.id).yields
     assert not preempt(accounts, job, "again")
     writer.add_event("chunk", {})
-    store.settle(job.id)
+    requests.settle(job.id)
     settled = store.job(job.id)
     assert (settled.state, settled.reason, settled.yields) == (JobState.STOPPED, "it gave up its place", False)
     events = [event.payload for event in store.events(job.id) if event.kind == "preempted"]
     assert events == [{"reason": "a job of priority 5 needs its place", "priority": 0}]
     entries = [entry for entry in accounts.audit() if entry.action == "job.preempt"]
     assert [(entry.target, entry.after) for entry in entries] == [(f"job {job.id}", {"for": "job x"})]
-    store.settle(job.id)
+    requests.settle(job.id)
     assert store.job(job.id) == settled
 
 
@@ -190,7 +192,7 @@ def test_preempted_drivers_are_no_failures(store: Store, accounts: AccountStore)
         store.record_submission(job.id, number)
         store.open_attempt(job.id, as_driver=True)
         assert preempt(accounts, store.job(job.id), "because")
-        store.settle(job.id)
+        SteeringStore(store).settle(job.id)
     assert store.consecutive_failures(job.id) == 0
 
 
@@ -216,5 +218,5 @@ def test_a_job_that_ended_is_not_preempted(store: Store, accounts: AccountStore)
     job = create(store)
     store.open_attempt(job.id).set_state(JobState.COMPLETE)
     assert not preempt(accounts, store.job(job.id), "because")
-    store.settle(job.id)
+    SteeringStore(store).settle(job.id)
     assert store.job(job.id).state is JobState.COMPLETE

@@ -13,7 +13,8 @@ import sqlalchemy as sa
 
 from service.api.metrics import Stored
 from service.cluster.reconciler import RayCluster
-from service.store import Store, records, schema, sql
+from service.store import Store, jobs, records, schema
+from service.store.exports import ExportStore
 from service.types import EventKind, ExportRecord, ExportState, JobState
 from tests.service.api.harness import stored_study
 
@@ -53,7 +54,7 @@ def counted(store: Store, monkeypatch: pytest.MonkeyPatch) -> Iterator[SimpleNam
             seen.queries.append((statement, parameters))
 
     sa.event.listen(store.engine, "before_cursor_execute", keep)
-    monkeypatch.setattr(sql, "job_record", counting)
+    monkeypatch.setattr(jobs, "job_record", counting)
     yield seen
     sa.event.remove(store.engine, "before_cursor_execute", keep)
 
@@ -95,15 +96,15 @@ def test_a_round_over_the_jobs_reads_few_rows(store: Store, tmp_path: Path, monk
     found = scans(store, seen)
     assert found
     assert not [scan for scan in found if "SCAN" in scan]
-    assert sum("events_by_kind" in scan for scan in found) >= len(sql.RESULT_EVENTS)
+    assert sum("events_by_kind" in scan for scan in found) >= len(jobs.RESULT_EVENTS)
 
 
 def test_exports_are_found_by_their_ids(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """A server looks every two seconds for exports that have not ended, and reads no others."""
     states = [ExportState.COMPLETE] * 20 + [ExportState.WAITING]
     for number, state in enumerate(states):
-        store.add_export(ExportRecord(f"e{number}", f"{0:032x}", number, "float32", state, float(number)))
+        ExportStore(store).add_export(ExportRecord(f"e{number}", f"{0:032x}", number, "float32", state, float(number)))
     with counted(store, monkeypatch) as seen:
-        assert [record.id for record in store.unfinished_exports()] == ["e20"]
-        assert store.export("e7").trial == 7
+        assert [record.id for record in ExportStore(store).unfinished_exports()] == ["e20"]
+        assert ExportStore(store).export("e7").trial == 7
     assert all("WHERE" in statement for statement, _ in seen.queries)

@@ -20,7 +20,9 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.resolved_study import ResolvedStudy
 from service.store import BracketRecord, JobWriter, JudgmentRecord, SampleText, Store, schema
+from service.store.exports import ExportStore
 from service.store.samples import _unpack_texts as unpack
+from service.store.steering import SteeringStore
 from service.store.steps import LossesRequest, LossesResult, LossesStep
 from service.types import (
     Account,
@@ -823,22 +825,23 @@ def test_refused_jobs_count_as_failures_and_resuming_counts_anew(store: Store) -
     assert store.events(study)[-1].payload == {"reason": "no"}
     store.record_submission(study, 6)
     store.open_attempt(study, because="giving up").set_state(JobState.FAILED, "no")
-    assert store.resume(study, reason="again").state is JobState.STOPPED
+    assert SteeringStore(store).resume(study, reason="again").state is JobState.STOPPED
     assert store.consecutive_failures(study) == 0
 
 
 def test_failed_or_stopped_study_is_resumed(store: Store, writer: JobWriter) -> None:
     """Only a failed or stopped study is resumed, and its driver continues to write."""
+    requests = SteeringStore(store)
     for state in (JobState.CREATED, JobState.RUNNING, JobState.COMPLETE, JobState.CANCELLED):
         writer.set_state(state, "x")
         before = store.last_event_id(writer.job_id)
-        assert store.resume(writer.job_id, reason="again").state is state
+        assert requests.resume(writer.job_id, reason="again").state is state
         assert store.last_event_id(writer.job_id) == before
     writer.set_waiting("no engine")
-    assert store.resume(writer.job_id, reason="again").reason == "again"
+    assert requests.resume(writer.job_id, reason="again").reason == "again"
     writer.set_state(JobState.RUNNING)
     with pytest.raises(NotFound):
-        store.resume("nope", reason="again")
+        requests.resume("nope", reason="again")
 
 
 def test_a_heartbeat_says_when_the_driver_last_got_on(store: Store, writer: JobWriter) -> None:
@@ -868,12 +871,12 @@ def test_trials_are_read_in_parts(store: Store, writer: JobWriter) -> None:
 
 def test_an_export_is_stored_once(store: Store, writer: JobWriter) -> None:
     record = ExportRecord("e", writer.job_id, 3, "bfloat16", ExportState.WAITING, 1.0)
-    assert store.add_export(record) == record
-    store.set_export_state("e", ExportState.FAIL, "disk full")
-    assert store.add_export(record) == replace(record, state=ExportState.FAIL, reason="disk full")
-    assert store.exports("another study") == ()
+    assert ExportStore(store).add_export(record) == record
+    ExportStore(store).set_export_state("e", ExportState.FAIL, "disk full")
+    assert ExportStore(store).add_export(record) == replace(record, state=ExportState.FAIL, reason="disk full")
+    assert ExportStore(store).exports("another study") == ()
     with pytest.raises(NotFound, match=r"export 'f': no such export"):
-        store.export("f")
+        ExportStore(store).export("f")
 
 
 # Readers and crashes.

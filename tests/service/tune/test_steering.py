@@ -16,6 +16,7 @@ from search_spaces.fidelity import Scheduler
 from service.results.selection import best_trial, finalists, held_out
 from service.store import Store
 from service.store.documents import STOPPING
+from service.store.steering import SteeringStore
 from service.tune.coordinator import Coordinator
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
@@ -267,7 +268,7 @@ def test_another_finalist_takes_the_place_of_an_invalid_trial(tmp_path: Path) ->
     scored = {trial.number for trial in held_out(coordinator.trials, objectives)}
     best = best_trial(coordinator.trials, objectives)
     assert best is not None
-    store.set_invalid(store.job(study), best.number, invalid="why", steering=Steering("invalidate"))
+    SteeringStore(store).set_invalid(store.job(study), best.number, invalid="why", steering=Steering("invalidate"))
     again = coordinator_of(store, study, max_trials=14)
     chosen = {trial.number for trial in finalists(again.trials, objectives)}
     assert best.number not in chosen
@@ -283,7 +284,7 @@ def pruned(trials: Iterable[TrialRecord]) -> list[int]:
 
 
 def request(store: Store, study: str, trial: int) -> None:
-    store.request_evaluation(store.job(study), trial, steering=Steering("evaluate"))
+    SteeringStore(store).request_evaluation(store.job(study), trial, steering=Steering("evaluate"))
 
 
 @pytest.mark.parametrize("scheduler", ["asha", "hyperband", "racing", "successive_halving"])
@@ -305,7 +306,7 @@ def test_a_pruned_trial_is_evaluated_at_the_full_budget(tmp_path: Path, schedule
     assert (added.recipe.digest, added.configuration) == (source.recipe.digest, source.configuration)
     known = sum(source.rungs[-1].num_samples.values())
     assert (added.samples_reused, added.samples_scored) == (known, sum(added.rungs[-1].num_samples.values()) - known)
-    assert [own.added for own in store.evaluation_requests(study)] == [added.number]
+    assert [own.added for own in SteeringStore(store).evaluation_requests(study)] == [added.number]
 
 
 @pytest.mark.parametrize("scheduler", ["hyperband", "racing"])  # ASHA prunes at the end of the search
@@ -351,14 +352,16 @@ def test_an_enqueued_trial_survives_kills(tmp_path: Path, begun: Begun, schedule
         assert recipe.digest not in {trial.recipe.digest for trial in store.trials(study)}
         given = recipe.to_json() if form == "recipe" else configuration
         for _ in range(2):
-            store.enqueue_trial(store.job(study), "by hand", **{form: given}, steering=Steering("enqueue"))
+            SteeringStore(store).enqueue_trial(
+                store.job(study), "by hand", **{form: given}, steering=Steering("enqueue")
+            )
         last = driven(store, study, kills, scheduler=scheduler, max_trials=20)
         assert sum(trial.origin is Origin.SEARCH for trial in last.trials) == 20
         (added,) = [trial for trial in last.trials if trial.origin is Origin.USER]
         assert (added.label, added.state, added.bracket) == ("by hand", TrialState.COMPLETE, None)
         assert added.recipe.digest == recipe.digest
         assert added.configuration == (None if form == "recipe" else configuration)
-        assert [own.added for own in store.evaluation_requests(study)] == [added.number]
+        assert [own.added for own in SteeringStore(store).evaluation_requests(study)] == [added.number]
         return trial_list(store, study)
 
     assert searched(tmp_path / "killed", KILLS) == searched(tmp_path / "whole", ())

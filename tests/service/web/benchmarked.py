@@ -9,6 +9,7 @@ from search_spaces.study.file import Study
 from service.results.selection import held_out
 from service.store import JudgmentRecord, Store
 from service.store.documents import ATTACKS, BENCHMARKS, AttackResult, BenchmarkFacts
+from service.store.steering import SteeringStore
 from service.types import EventKind, JobRecord, JobState
 from tests.service.api.harness import FAMILY, finished_study
 from tests.service.synthetic_run import run_record
@@ -57,7 +58,7 @@ def benchmarked_study(store: Store, *, name: str = "benchmarked") -> JobRecord:
     """A study whose sources, recipes and finalists were scored on five benchmarks, one of them not on every trial."""
     study = finished_study(store, num_trials=12, name=name)
     document = Study.model_validate({**study.document, "benchmarks": list(SPECS)}).canonical()
-    store.add_benchmarks(study, document, names=[spec["name"] for spec in SPECS])
+    SteeringStore(store).add_benchmarks(study, document, names=[spec["name"] for spec in SPECS])
     writer = store.open_attempt(study.id)
     writer.set_state(JobState.RUNNING)
     writer.set_document_named(BENCHMARKS, [asdict(each) for each in FACTS])

@@ -9,6 +9,7 @@ from urllib.parse import urljoin
 import pytest
 from playwright.sync_api import Browser, Route
 
+from service.store.exports import ExportStore
 from service.types import ExportRecord, ExportState, JobRecord
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.http_server import HttpServer
@@ -104,7 +105,7 @@ def test_files_below_a_prefix(browser: Browser, below: ApiServer) -> None:
     """Pictures and exports are loaded with a proxy's path prefix."""
     study = pictured_study(below.store)
     record = ExportRecord(study.id, study.id, 3, "bfloat16", ExportState.COMPLETE, created_at=1.7e9)
-    below.store.add_export(record)
+    ExportStore(below.store).add_export(record)
     directory = below.app.state.services.exports.directory(record)
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(b"weights")

@@ -10,6 +10,7 @@ import httpx
 import pytest
 from playwright.sync_api import Browser
 
+from service.store.exports import ExportStore
 from service.types import ExportRecord, ExportState, JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.family import family_study
@@ -26,7 +27,7 @@ def exported(server: ApiServer) -> Iterator[JobRecord]:
     for trial, state, reason in ((3, ExportState.COMPLETE, None), (4, ExportState.FAIL, "models math have changed")):
         name = f"{trial}{study.id[1:]}"
         record = ExportRecord(name, study.id, trial, "bfloat16", state, reason=reason, created_at=1.7e9)
-        server.store.add_export(record)
+        ExportStore(server.store).add_export(record)
         if state is ExportState.COMPLETE:
             directory = server.app.state.services.exports.directory(record)
             directory.mkdir(parents=True)

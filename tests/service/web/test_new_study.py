@@ -13,6 +13,7 @@ import pytest
 import yaml
 from playwright.sync_api import Browser, Locator, Page, Route
 
+from service.store.steering import SteeringStore
 from service.types import JobRecord, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study
@@ -340,7 +341,7 @@ def test_a_recipe_is_enqueued(visitor: Visit, server: ApiServer, http: httpx.Cli
     page.get_by_role("textbox", name="reason").fill("worth a second look")
     page.get_by_role("button", name="Enqueue").click()
     page.wait_for_url(f"**/studies/{study.id}/trials?origin=user")
-    (request,) = server.store.evaluation_requests(study.id)
+    (request,) = SteeringStore(server.store).evaluation_requests(study.id)
     assert request.label == "by hand"
     assert request.recipe == recipe
     events = server.store.events(study.id, kinds=["steered"])

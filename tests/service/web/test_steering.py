@@ -15,6 +15,7 @@ from playwright.sync_api import Browser, Locator, Page
 
 from service.store import schema
 from service.store.connection import transaction
+from service.store.steering import SteeringStore
 from service.types import EventKind, JobRecord, JobState, Scope, Steering
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, stored_study
@@ -70,7 +71,7 @@ def test_a_verb_reaches_the_server_with_its_reason(visitor: Visit, server: ApiSe
 def test_a_paused_study_is_resumed_from_the_list(visitor: Visit, server: ApiServer) -> None:
     """The list has the same menu, which works by keyboard; without a reason, none is sent."""
     study = stored_study(server.store, name="to-resume")
-    server.store.pause(study.id, steering=Steering("pause"))
+    SteeringStore(server.store).pause(study.id, steering=Steering("pause"))
     page = visitor.goto("/studies?q=to-resume")
     page.get_by_role("button", name="Actions on to-resume").focus()
     page.keyboard.press("Enter")

@@ -12,6 +12,7 @@ import pytest
 
 from service.api.export_queue import Exports
 from service.api.limits.exports import DAY_S, ExportLimits, KeptExport, to_remove
+from service.store.exports import ExportStore
 from service.types import ExportRecord, ExportState, JobState
 from tests.service.api.harness import ApiServer, finished_study, stored_study
 
@@ -53,7 +54,7 @@ def test_what_is_written_takes_room_and_stays() -> None:
 def stored_export(server: ApiServer, study: str, name: str, *, days: float, num_bytes: int = 10) -> Path:
     """A complete export written `days` ago; returns its directory."""
     record = ExportRecord(name * 32, study, 1, "float32", ExportState.COMPLETE, created_at=1.0)
-    server.store.add_export(record)
+    ExportStore(server.store).add_export(record)
     directory: Path = server.app.state.services.exports.directory(record)
     directory.mkdir(parents=True)
     (directory / "model.safetensors").write_bytes(bytes(num_bytes))
@@ -108,7 +109,7 @@ def test_what_is_in_progress_is_not_deleted(
     http: httpx.Client, server: ApiServer, study: str, state: ExportState
 ) -> None:
     stored_export(server, study, "a", days=8)
-    server.store.set_export_state("a" * 32, state)
+    ExportStore(server.store).set_export_state("a" * 32, state)
     for path in (f"/v1/studies/{study}", f"/v1/studies/{study}/exports/{'a' * 32}"):
         answer = http.delete(path)
         assert answer.status_code == 409

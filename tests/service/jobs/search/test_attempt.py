@@ -35,6 +35,7 @@ from service.resolved_study import ResolvedStudy
 from service.store import BracketRecord, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import ALIGNMENT_COST, BenchmarkFacts, read_alignment_cost
+from service.store.steering import SteeringStore
 from service.studies.preflight.examine import examine
 from service.studies.preflight.result import PreflightResult
 from service.tune.plan import Benchmark
@@ -385,7 +386,7 @@ def test_requested_trials_are_no_baselines(tmp_path: Path) -> None:
     trials = [trial for trial in run_record().trials if isinstance(trial, TrialRecord) and trial.origin.is_given]
     for trial in trials:
         writer.add_trial(trial)
-    store.request_evaluation(job, 0, steering=Steering("evaluate"))
+    SteeringStore(store).request_evaluation(job, 0, steering=Steering("evaluate"))
     requested = replace(trials[0], number=len(trials), origin=Origin.USER)
     writer.add_trial(requested, request=0)
     writer.open_bracket(BracketRecord(0, 0, 1))

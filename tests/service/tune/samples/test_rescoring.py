@@ -15,7 +15,8 @@ from search_spaces.recipe import Recipe
 from service.errors import StudyFailed
 from service.jobs.search.attempt import _check_engines, _is_closed
 from service.resolved_study import ResolvedStudy
-from service.store import Store, sql
+from service.store import Store, results
+from service.store.steering import SteeringStore
 from service.tune.coordinator import Coordinator
 from service.tune.samples import rescoring
 from service.types import EventKind, JobState, TrialResult, TrialState
@@ -156,7 +157,7 @@ def test_readers_of_changed_trials_have_every_change(
     studies: tuple[Store, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """At each step of a search, also one with samples that are scored again, the trials that changed are named."""
-    monkeypatch.setattr(sql, "CLOCK_STEP_S", 0.0)
+    monkeypatch.setattr(results, "CLOCK_STEP_S", 0.0)
     store, (study, _) = studies
     known, event, num_read = dict[int, Any](), 0, list[int | None]()
 
@@ -330,7 +331,9 @@ def test_complete_study_repeats_void_samples(tmp_path: Path, studies: tuple[Stor
     """A complete study learns of void samples and scores them again when it is resumed."""
     store, (first, second) = studies
     complete(store, first, FakeScorer(replica="one"), max_trials=SIZES[0])
-    assert store.resume(first, reason="by request").state is JobState.COMPLETE, "there is nothing to score again"
+    assert SteeringStore(store).resume(first, reason="by request").state is JobState.COMPLETE, (
+        "there is nothing to score again"
+    )
     number = sum(row.num_samples for row in store.evidence(first))
     other = coordinator_of(store, second, max_trials=SIZES[1])
     step(other, FakeScorer(replica="one"))
@@ -344,12 +347,12 @@ def test_complete_study_repeats_void_samples(tmp_path: Path, studies: tuple[Stor
     assert events(store, first, EventKind.ENGINE_FAULT) == [payload]
     assert store.job(second).state is not JobState.COMPLETE
 
-    assert store.resume(first, reason="by request").state is JobState.STOPPED
+    assert SteeringStore(store).resume(first, reason="by request").state is JobState.STOPPED
     complete(store, first, FakeScorer(replica="two"), max_trials=SIZES[0])
     assert events(store, first, EventKind.SCORED_AGAIN) == [{"samples": number}]
     assert trial_list(store, first) == undisturbed(tmp_path)[0]
     assert store.job(first).reason == "the space is exhausted"
-    assert store.resume(first, reason="by request").state is JobState.COMPLETE
+    assert SteeringStore(store).resume(first, reason="by request").state is JobState.COMPLETE
 
 
 def test_other_void_values_fail_the_study(
@@ -362,7 +365,7 @@ def test_other_void_values_fail_the_study(
     assert wrong, "else this shows nothing"
     other = coordinator_of(store, second, max_trials=SIZES[1])
     other.on_engine_fault(EngineFault("engine one: the canary failed", "one", 1))
-    store.resume(first, reason="by request")
+    SteeringStore(store).resume(first, reason="by request")
     with pytest.raises(StudyFailed) as caught:
         complete(store, first, FakeScorer(replica="two"), max_trials=SIZES[0])
     assert named(str(caught.value)) == wrong
