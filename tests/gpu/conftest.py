@@ -46,6 +46,8 @@ collect_ignore_glob = [
     *([] if engines_on() else ["engines"]),
 ]
 
+ENGINES = Path(__file__).with_name("engines")
+
 FIGURES: list[str] = []
 Figure = Callable[[str], None]
 
@@ -70,6 +72,11 @@ def _own_cache(tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
 def figure(request: pytest.FixtureRequest) -> Figure:
     """A function that takes a line of measurements, which is printed at the end of the session."""
     return lambda line: request.node.user_properties.append(("figure", line))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests of engines run last, as vLLM changes settings of its process, and the others measure."""
+    items.sort(key=lambda item: ENGINES in item.path.parents)  # stable
 
 
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:

@@ -33,16 +33,19 @@ class Engines:
     def __init__(self) -> None:
         self._running: Engine | None = None
 
-    def start(self, label: str, family: Family, options: EngineOptions, *, is_eager: bool = False) -> Engine:
-        """Start an engine after the end of the one before. With `is_eager`, it has no CUDA graphs."""
+    def start(self, label: str, family: Family, options: EngineOptions, *, is_eager: bool | None = None) -> Engine:
+        """Start an engine after the end of the one before.
+
+        `is_eager` says whether it runs without compiled code and CUDA graphs; None leaves this to the product.
+        """
         self.close()
         started = time.perf_counter()
         with pytest.MonkeyPatch.context() as patch:
-            if is_eager:
+            if is_eager is not None:
                 of_product = WeightContents.model_options
 
                 def model_options(contents: WeightContents) -> dict[str, Any]:
-                    return {**of_product(contents), "enforce_eager": True}
+                    return {**of_product(contents), "enforce_eager": is_eager}
 
                 patch.setattr(WeightContents, "model_options", model_options)
             self._running = Engine(family, options)

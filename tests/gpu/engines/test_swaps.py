@@ -89,7 +89,7 @@ def test_the_engine_is_of_the_runner_that_is_named(warm: Warm) -> None:
     """The model runner and the use of graphs are those that the test's name says."""
     config = warm.engine._llm.llm_engine.vllm_config
     assert bool(config.use_v2_model_runner) == warm.name.startswith("v2")
-    assert bool(config.model_config.enforce_eager) != warm.has_graphs
+    assert bool(config.model_config.enforce_eager) == warm.name.endswith("eager")
     assert warm.engine.dtype == ("bfloat16" if engines_on() == "cuda" else "float32")
 
 
