@@ -101,7 +101,8 @@ test-heavy: install
 test-cluster: install
 	$(PYTEST) tests/cluster -m cluster -s -o faulthandler_timeout=2700 $(PYTEST_ARGS)
 
-# Needs a CUDA device. These tests need neither vLLM nor Ray nor a network; one process runs them and prints what it measures.
+# Needs a CUDA device. One process runs these tests, one engine at a time, and prints what it measures. PYTEST_ARGS="-m bare"
+# leaves out those that need vLLM or Ray.
 test-gpu: install
 	$(PYTEST) tests/gpu -m gpu $(PYTEST_ARGS)
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from tests.tiers import (
+    APART,
     COMMANDS,
     HEAVY,
     LANES,
@@ -36,8 +37,8 @@ def test_whatever_starts_commands_is_heavy() -> None:
 
 
 def test_heavy_tests_that_would_not_be_collected_are_named() -> None:
-    assert all((HERE.parents[1] / directory).is_dir() for directory in HEAVY)
-    collected = [HERE.parents[1] / directory / "test_run.py" for directory in (*HEAVY, "tests/cluster")]
+    assert all((HERE.parents[1] / directory).is_dir() for directory in (*HEAVY, *APART))
+    collected = [HERE.parents[1] / directory / "test_run.py" for directory in (*HEAVY, *APART)]
     assert misplaced([*collected, HERE]) == [HERE]
 
 

@@ -11,7 +11,7 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["HEAVY", "LANES", "MAX_ENGINE_STARTS", "lane", "misplaced", "needs_ray_or_engine", "starts_nothing"]
+__all__ = ["APART", "HEAVY", "LANES", "MAX_ENGINE_STARTS", "lane", "misplaced", "needs_ray_or_engine", "starts_nothing"]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
 STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
@@ -31,8 +31,11 @@ HEAVY = (
     "tests/workers/serving",
 )
 
-# Their tests start the commands that users start, the latter on several Ray nodes.
-COMMANDS = tuple(Path(__file__).with_name(name) for name in ("end_to_end", "cluster"))
+# Directories of heavy tests that have commands of their own: `make test-cluster` and `make test-gpu`.
+APART = ("tests/cluster", "tests/gpu/engines")
+
+# Their tests start the commands that users start, on one or several Ray nodes, or engines.
+COMMANDS = tuple(Path(__file__).parents[1] / name for name in ("tests/end_to_end", *APART))
 
 
 def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
@@ -41,9 +44,9 @@ def needs_ray_or_engine(file: Path, fixtures: Collection[str]) -> bool:
 
 
 def misplaced(files: Collection[Path]) -> list[Path]:
-    """The files of heavy tests, among `files`, that `make test-heavy` would not collect."""
+    """The files of heavy tests, among `files`, that neither `make test-heavy` nor a command of their own collects."""
     root = Path(__file__).parents[1]
-    places = [root / directory for directory in (*HEAVY, "tests/cluster")]
+    places = [root / directory for directory in (*HEAVY, *APART)]
     return sorted(file for file in set(files) if not any(place in file.parents for place in places))
 
 

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import json
 import os
 from collections.abc import Callable, Iterator
@@ -20,8 +21,32 @@ import torch
 from workers.cache import CACHE_VARIABLE
 from workers.types import Family, TaskSpec
 
+# The variable that makes the tests with vLLM run without a GPU; "cpu" is its only value.
+ON_CPU = "GPU_TESTS_ON"
+
+
+def engines_on() -> str:
+    """Where the tests with vLLM run: "cuda" or "cpu"; "" if they do not run.
+
+    Raises UsageError if the variable GPU_TESTS_ON has another value than "cpu".
+    """
+    asked = os.environ.get(ON_CPU, "")
+    if asked not in ("", "cpu"):
+        raise pytest.UsageError(
+            f"{ON_CPU}={asked!r}; expected cpu, or nothing: tests run on a CUDA device if there is one"
+        )
+    if importlib.util.find_spec("vllm") is None:
+        return ""
+    return "cuda" if torch.cuda.is_available() else asked
+
+
 # Without a device one test says so for all.
-collect_ignore_glob = [] if torch.cuda.is_available() else ["test_[!d]*.py"]
+collect_ignore_glob = [
+    *([] if torch.cuda.is_available() else ["test_[!d]*.py"]),
+    *([] if engines_on() else ["engines"]),
+]
+
+ENGINES = Path(__file__).with_name("engines")
 
 FIGURES: list[str] = []
 Figure = Callable[[str], None]
@@ -49,6 +74,11 @@ def figure(request: pytest.FixtureRequest) -> Figure:
     return lambda line: request.node.user_properties.append(("figure", line))
 
 
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Let the tests of engines run last, as vLLM changes settings of its process, and the others measure."""
+    items.sort(key=lambda item: ENGINES in item.path.parents)  # stable
+
+
 def pytest_runtest_logreport(report: pytest.TestReport) -> None:
     if report.when == "call":
         FIGURES.extend(str(line) for name, line in report.user_properties if name == "figure")
@@ -56,7 +86,8 @@ def pytest_runtest_logreport(report: pytest.TestReport) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
     if FIGURES:
-        terminalreporter.section(f"figures: {torch.cuda.get_device_name()}, PyTorch {torch.__version__}")
+        device = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
+        terminalreporter.section(f"figures: {device}, PyTorch {torch.__version__}")
         for line in FIGURES:
             terminalreporter.line(line)
 

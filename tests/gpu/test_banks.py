@@ -22,7 +22,7 @@ from workers.merging.plan import plan_tensors
 from workers.models.family import open_family
 from workers.types import Family
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.bare]
 
 GPU = torch.device("cuda", 0)
 PLACEMENTS = ("mapped", "host", "gpu")

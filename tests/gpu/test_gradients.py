@@ -22,7 +22,7 @@ from workers.training.gradients import CoefficientGradients
 from workers.training.memory import activation_bytes
 from workers.types import Family, GradientResult, TaskSpec
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.bare]
 
 GPU = "cuda:0"
 BATCH = {"sums": range(8)}

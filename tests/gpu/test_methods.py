@@ -28,7 +28,7 @@ from workers.merging.methods.plain import PLAIN, Operands
 from workers.merging.order_statistics import Threshold, TieOrder, Trim
 from workers.merging.whole_models import ModelMagnitudes
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.bare]
 
 GPU = "cuda"
 FLOAT32, BFLOAT16, FLOAT16 = torch.float32, torch.bfloat16, torch.float16

@@ -20,7 +20,7 @@ from workers.types import Family
 
 __all__ = ["place"]  # a fixture
 
-pytestmark = pytest.mark.gpu
+pytestmark = [pytest.mark.gpu, pytest.mark.bare]
 
 GPU = torch.device("cuda", 0)
 
