@@ -16,9 +16,9 @@ import { useStudy } from './StudyLayout'
 /** One parameter of all proposed trials against one objective. */
 export function Slice({ objective, parameters }: { objective: string; parameters: string[] }) {
   const { study } = useStudy()
-  const search = parametersRoute.useSearch()
+  const against = parametersRoute.useSearch({ select: (search) => search.against })
   const navigate = parametersRoute.useNavigate()
-  const parameter = search.against ?? parameters[0]!
+  const parameter = against ?? parameters[0]!
   const fields = `number,samples,value.${objective},parameter.${parameter}`
   const trials = useQuery({ ...columnsQuery(study.id, fields), placeholderData: (old) => old })
   return (
