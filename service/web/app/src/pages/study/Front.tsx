@@ -7,6 +7,7 @@ import { heldOutFrom } from '../../api/queries'
 import type { FrontSeries, Objective, Study, Summary } from '../../api/types'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
+import { type Hold, useHold } from '../../charts/useHold'
 import type { Selection } from '../../charts/ranges'
 import { drawCross } from '../../charts/intervals'
 import { type Palette, axis, paleSeries } from '../../charts/palette'
@@ -29,7 +30,14 @@ export function Front(props: {
   heldOut: Summary['holdout']
   selection: Selection | undefined
 }) {
-  const { study, front, heldOut, selection } = props
+  const { study } = props
+  const latest = useMemo(
+    () => ({ front: props.front, heldOut: props.heldOut, selection: props.selection }),
+    [props.front, props.heldOut, props.selection],
+  )
+  // What the slider picks changes with held-out values, so the first ones are not held back.
+  const key = JSON.stringify([props.selection?.words, props.heldOut.length > 0])
+  const [{ front, heldOut, selection }, hold] = useHold(latest, { key, count: (data) => data.front.points.length })
   const { objectives, points } = front
   const [[across, up], setAxes] = useState([0, 1])
   const [weights, setWeights] = useState<number[]>(() => objectives.map(() => 50))
@@ -79,6 +87,7 @@ export function Front(props: {
             picked={picked}
             held={picked && held.get(picked.trial)}
             selection={selection}
+            hold={hold}
             onPick={open}
           />
           <p className="soft">
@@ -302,9 +311,10 @@ function Chart(props: {
   picked: Point | undefined
   held: Summary['holdout'][number] | undefined
   selection: Selection | undefined
+  hold: Hold
   onPick: (trial: number) => void
 }) {
-  const { points, objectives, across, up, picked, held, selection, onPick } = props
+  const { points, objectives, across, up, picked, held, selection, hold, onPick } = props
   const x = objectives[across]!
   const y = objectives[up]!
   const front = useMemo(() => {
@@ -411,6 +421,7 @@ function Chart(props: {
       label={`${x.name} and ${y.name} of the trials at full budget`}
       describe={`${front.length} of ${points.length} trials are on the Pareto front.${picked ? ` Trial ${picked.trial} is picked.` : ''}${inRanges(selection)}`}
       option={option}
+      hold={hold}
       points={stops}
       onPick={onPick}
       table={() => ({

@@ -2,6 +2,7 @@ import { useNavigate } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
 import type { Columns, FrontSeries, Objective, Study } from '../../api/types'
 import { EChart } from '../../charts/EChart'
+import { useHold } from '../../charts/useHold'
 import type { Selection } from '../../charts/ranges'
 import { type Palette, axis, paleSeries } from '../../charts/palette'
 import { count, value } from '../../format'
@@ -12,6 +13,9 @@ import { type Row, grouped, rowsOf, text } from './historyRows'
 import { inRanges } from './Selected'
 
 const MEAN = 'mean'
+
+/** Number of the trials that have values. */
+const numScored = ({ trials }: { trials: Columns }) => trials.samples!.filter((samples) => samples != null).length
 
 /** Objectives whose plain mean says something: values in [0, 1] of which the larger is better. */
 function averaged(objectives: readonly Objective[]): string[] {
@@ -30,7 +34,13 @@ export function History(props: {
   front: FrontSeries['points'] | undefined
   selection: Selection | undefined
 }) {
-  const { study, trials, front, selection } = props
+  const { study } = props
+  const latest = useMemo(
+    () => ({ trials: props.trials, front: props.front, selection: props.selection }),
+    [props.trials, props.front, props.selection],
+  )
+  const key = JSON.stringify([props.selection?.words, props.front === undefined])
+  const [{ trials, front, selection }, hold] = useHold(latest, { key, count: numScored })
   const { objectives } = study
   const navigate = useNavigate()
   const means = useMemo(() => averaged(objectives), [objectives])
@@ -136,6 +146,7 @@ export function History(props: {
             : `No trial has reached the full budget yet.${inRanges(selection)}`
         }
         option={option}
+        hold={hold}
         points={points}
         onPick={(trial) =>
           navigate({ to: '/studies/$id/trials/$number', params: { id: study.id, number: `${trial}` } })

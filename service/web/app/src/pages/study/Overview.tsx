@@ -22,6 +22,8 @@ const FIELDS = 'number,label,state,origin,rung,samples,value.*,standard_error.*'
 
 const PARAMETER = 'parameter.'
 
+const NO_ROWS: Summary['holdout'] = []
+
 /** The finding, key figures, history, front and held-out values of a study; each is shown as soon as it is there. */
 export function Overview() {
   const { study, progress } = useStudy()
@@ -64,7 +66,7 @@ export function Overview() {
         <h2 id="front">{study.objectives.length > 1 ? 'Pareto front' : 'Best trial'}</h2>
         <Answer of={front}>
           {(points) => (
-            <Front study={study} front={points} heldOut={results.data?.holdout ?? []} selection={selection} />
+            <Front study={study} front={points} heldOut={results.data?.holdout ?? NO_ROWS} selection={selection} />
           )}
         </Answer>
       </section>

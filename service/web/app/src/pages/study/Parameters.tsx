@@ -7,8 +7,10 @@ import { columns as columnsQuery, parameterNames, pareto } from '../../api/queri
 import type { components } from '../../api/schema'
 import type { Columns, Objective } from '../../api/types'
 import { axesOf, conditions, within } from '../../charts/axes'
+import { Held } from '../../charts/Held'
 import { Parallel } from '../../charts/Parallel'
 import { asked, rangesOf, scored, without, written } from '../../charts/ranges'
+import { useHold } from '../../charts/useHold'
 import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { ChooseObjective } from '../../parts/Choose'
@@ -144,24 +146,35 @@ function Coordinates(props: {
         </p>
       )}
       <Answer of={trials}>
-        {(found) => <Filtered columns={found.columns} {...{ chosen, values, ranges, setRanges }} />}
+        {(found) => (
+          <Filtered
+            columns={found.columns}
+            choice={`${fields} ${trials.isPlaceholderData}`}
+            {...{ chosen, values, ranges, setRanges }}
+          />
+        )}
       </Answer>
     </section>
   )
 }
 
+const numScored = (columns: Columns) => scored(columns).number!.length
+
 // Conditions of the table of trials for the same trials.
 const SCORED = 'rung>=0'
 
+/** `choice` is another one where the columns are, or become, those of other axes. */
 function Filtered(props: {
   columns: Columns
+  choice: string
   chosen: string[]
   values: string[]
   ranges: string | undefined
   setRanges: (ranges: string | undefined) => void
 }) {
-  const { columns, chosen, values, ranges, setRanges } = props
+  const { choice, chosen, values, ranges, setRanges } = props
   const { study } = useStudy()
+  const [columns, hold] = useHold(props.columns, { key: choice, count: numScored })
   const rows = useMemo(() => scored(columns), [columns])
   const { axes, constant } = useMemo(() => axesOf(rows, chosen), [rows, chosen])
   const placed = useMemo(() => rangesOf(axes, asked(ranges)), [axes, ranges])
@@ -174,7 +187,9 @@ function Filtered(props: {
   const isExact = where.every((each) => each !== undefined)
   return (
     <>
-      <Parallel axes={axes} ranges={placed} onFilter={(all) => setRanges(written(axes, all))} />
+      <Held hold={hold}>
+        <Parallel axes={axes} ranges={placed} onFilter={(all) => setRanges(written(axes, all))} />
+      </Held>
       {constant.length > 0 && (
         <p className="soft">Left out, because all trials have the same value: {constant.map(short).join(', ')}.</p>
       )}

@@ -26,13 +26,11 @@ export function Selected(props: {
     navigate({ search: (old) => ({ ...old, ranges: undefined }), replace: true })
     said.current?.focus({ preventScroll: true }) // the button goes away
   }
+  if (ranges === undefined && !isCleared) return null
   return (
     <>
-      <div ref={said} tabIndex={-1} className={ranges === undefined && !isCleared ? 'empty' : undefined}>
-        <Status
-          text={ranges !== undefined ? told(selection, isLoading) : isCleared ? 'All trials are shown.' : ''}
-          cause={ranges}
-        />
+      <div ref={said} tabIndex={-1}>
+        <Status text={ranges === undefined ? 'All trials are shown.' : told(selection, isLoading)} cause={ranges} />
       </div>
       {ranges !== undefined && (
         <div className="row" style={{ marginBottom: 10 }}>
