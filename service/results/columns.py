@@ -41,6 +41,10 @@ MAX_PATTERNS = 50
 # Digits of values and standard errors; noise of samples is larger.
 DIGITS = 6
 
+# First characters of texts that spreadsheets run as formulas (OWASP, "CSV Injection"), full-width ones among them. The
+# web page (`service/web/app/src/parts/csv.ts`) guards the same.
+FORMULA = tuple("=+-@\t\r\n\uff1d\uff0b\uff0d\uff20")
+
 # Optuna stores parameters as floats, which hold all integers up to this size; and the number of trials that are written
 # to its storage together.
 LARGEST_INTEGER = 2**53
@@ -120,13 +124,14 @@ class ColumnChoice:
 def write_columns(columns: Columns, file: Path) -> None:
     """Write columns to a file with a row for each trial: CSV or Parquet, by the end of the file's name.
 
-    Raises Conflict if the name ends otherwise.
+    In CSV, a text that a spreadsheet would run as a formula begins with an apostrophe, since labels are texts of other
+    users; Parquet has all texts as they are. Raises Conflict if the name ends otherwise.
     """
     if file.suffix == ".csv":
         with file.open("w", newline="", encoding="utf-8") as stream:
             rows = csv.writer(stream)
-            rows.writerow(columns)
-            rows.writerows(zip(*columns.values(), strict=True))
+            rows.writerow(map(_guarded, columns))
+            rows.writerows(map(_guarded, row) for row in zip(*columns.values(), strict=True))
     elif file.suffix == ".parquet":
         import pyarrow as pa
         import pyarrow.parquet as pq
@@ -134,6 +139,11 @@ def write_columns(columns: Columns, file: Path) -> None:
         pq.write_table(pa.table({name: _one_type(values) for name, values in columns.items()}), file)
     else:
         raise Conflict(f"{file}: trials are written as .csv or .parquet; give a name that ends so")
+
+
+def _guarded(value: Any) -> Any:
+    """Put an apostrophe before a text that a spreadsheet would run as a formula; other values are not changed."""
+    return f"'{value}" if isinstance(value, str) and value.startswith(FORMULA) else value
 
 
 def _one_type(values: Sequence[Any]) -> list[Any]:

@@ -67,6 +67,27 @@ def test_files_have_a_row_for_each_trial(columns: dict[str, list[Any]], tmp_path
         write_columns(columns, tmp_path / "trials.xlsx")
 
 
+@pytest.mark.parametrize("text", ["=1+1", "+1", "-1+2", "@SUM(A1)", "\t=1", "\r=1", "\n=1", "\uff1d1", "\uff20a"])
+def test_texts_of_a_csv_file_are_no_formulas(text: str, tmp_path: Path) -> None:
+    """A text that a spreadsheet would run gets an apostrophe in CSV, not in Parquet; numbers stay numbers."""
+    columns: dict[str, list[Any]] = {
+        "label": [text, "it's a=-1", None],
+        "parameter.x": [-0.5, -1, None],
+        text: [text, 1e-7, "+"],
+    }
+    write_columns(columns, tmp_path / "t.csv")
+    with (tmp_path / "t.csv").open(newline="", encoding="utf-8") as stream:
+        rows = list(csv.reader(stream))
+    assert rows == [
+        ["label", "parameter.x", f"'{text}"],
+        [f"'{text}", "-0.5", f"'{text}"],
+        ["it's a=-1", "-1", "1e-07"],
+        ["", "", "'+"],
+    ]
+    write_columns({"label": [text]}, tmp_path / "t.parquet")
+    assert pq.read_table(tmp_path / "t.parquet")["label"].to_pylist() == [text]
+
+
 def test_values_of_several_types_are_text(tmp_path: Path) -> None:
     """A parameter may be a number in one layer group and a word in another."""
     write_columns({"parameter.x": [1, "all", None, 0.5]}, tmp_path / "t.parquet")

@@ -147,6 +147,43 @@ def test_a_table_waits_for_the_reader(browser: Browser, server: ApiServer) -> No
         expect(chip).to_have_count(0)
 
 
+def test_a_chart_waits_for_the_reader(browser: Browser, server: ApiServer) -> None:
+    """A chart does not change under the pointer: a button on it says how many trials are new, and shows them.
+
+    They are also shown once the pointer leaves the chart.
+    """
+    made = run_record(num_trials=40).whole_trials
+    with visit(browser, server.url, is_in_a_hurry=True) as opened:
+        writer = begun(server)
+        page = opened.goto(f"/studies/{writer.job_id}")
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        history = page.get_by_role("img", name=re.compile("of every trial"))
+
+        def shows(num_trials: int) -> None:
+            scored = sum(bool(trial.rungs) for trial in made[:num_trials])
+            words = re.compile(rf"of {scored} trials at full budget")
+            expect(history).to_have_attribute("aria-label", words, timeout=15_000)
+
+        shows(9)
+        history.hover()
+        for trial in made[9:12]:
+            assert trial.rungs
+            write_trial(writer, trial)
+        figure_of_it = page.get_by_role("figure", name=re.compile("of every trial"))
+        expect(figure(page, "trials")).to_contain_text("12", timeout=15_000)
+        chip = figure_of_it.get_by_role("button", name="3 new trials: show")
+        expect(chip).to_be_visible(timeout=15_000)
+        shows(9)
+        chip.click()
+        shows(12)
+        write_trial(writer, made[12])
+        expect(figure_of_it.get_by_role("button", name="1 new trial: show")).to_be_visible(timeout=15_000)
+        shows(12)
+        page.mouse.move(0, 0)
+        shows(13)
+        expect(figure_of_it.get_by_role("button")).to_have_count(0)
+
+
 def test_only_changed_trials_are_loaded_again(browser: Browser, server: ApiServer) -> None:
     """A live study costs what has changed: all trials are loaded once, and again only after another driver began."""
     made = run_record(num_trials=240).whole_trials

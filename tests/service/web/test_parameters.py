@@ -10,7 +10,7 @@ import pytest
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit, expect, wait_until
+from tests.service.web.driving import Visit, check_shown, expect, press, wait_until
 from tests.service.web.made import CONSTANT, searched_study
 
 AXES = "samples,value.math,parameter.g0.method,parameter.g1.ties.k"
@@ -82,6 +82,37 @@ def test_sliders_filter_the_trials(visitor: Visit, searched: JobRecord, http: ht
     expect(page.get_by_role("region", name="Kept trials").get_by_role("row")).to_have_count(both + 1)
     page.get_by_role("link", name="These trials in the table").click()
     expect(page.get_by_text(f"{both} trials", exact=True)).to_be_visible()
+
+
+def test_ranges_are_those_of_the_history_and_the_front(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:
+    """The address has the ranges, which the overview follows until they are cleared: its charts say how many trials."""
+    page = visitor.goto(f"/studies/{searched.id}/parameters?axes={AXES}")
+    page.get_by_role("slider", name="samples, lowest").press("End")
+    page.get_by_role("slider", name="g0.method, highest").press("Home")
+    left = total(http, searched, "samples>=810", "parameter.g0.method=task_arithmetic")
+    words = f"{left} of {total(http, searched)} proposed trials are in the selected ranges"
+    page.get_by_role("link", name="These trials in the history and the front").click()
+    expect(page.get_by_role("status").filter(has_text=words)).to_contain_text(
+        "(samples 810; g0.method task_arithmetic)"
+    )
+    assert "ranges=samples" in page.url
+    expect(page.get_by_test_id("picked")).to_contain_text("Trial")
+    charts = ("every trial", "the trials at full budget")
+    columns = http.get(f"/v1/studies/{searched.id}/trials/columns?fields=number,origin,rung").json()["columns"]
+    baselines = [origin in ("source", "published") for origin in columns["origin"]]
+    for chart in charts:
+        figure = page.get_by_role("figure", name=re.compile(chart))
+        expect(figure.get_by_role("img")).to_have_attribute("aria-label", re.compile(re.escape(words)))
+        figure.get_by_text("Show as table").press("Enter")
+        expect(figure.get_by_role("row")).to_have_count(1 + left + sum(baselines))
+    check_shown(page)
+    press(page.get_by_role("button", name="Clear the ranges"))
+    expect(page.get_by_text("All trials are shown.")).to_be_visible()
+    assert "ranges" not in page.url
+    for chart in charts:
+        expect(page.get_by_role("img", name=re.compile(chart))).not_to_have_attribute(
+            "aria-label", re.compile("ranges")
+        )
 
 
 def test_axes_are_chosen_in_the_address(visitor: Visit, searched: JobRecord) -> None:

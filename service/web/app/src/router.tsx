@@ -53,9 +53,10 @@ export const studyRoute = createRoute({
   component: lazyRouteComponent(() => import('./pages/study/StudyLayout'), 'StudyLayout'),
 })
 
-const overview = createRoute({
+export const overviewRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/',
+  validateSearch: texts('ranges'),
   component: lazyRouteComponent(() => import('./pages/study/Overview'), 'Overview'),
 })
 
@@ -71,7 +72,7 @@ export const parametersRoute = createRoute({
   getParentRoute: () => studyRoute,
   path: '/parameters',
   staticData: { view: 'Parameters' },
-  validateSearch: texts('objective', 'axes', 'against'),
+  validateSearch: texts('objective', 'axes', 'against', 'ranges'),
   component: lazyRouteComponent(() => import('./pages/study/Parameters'), 'Parameters'),
 })
 
@@ -232,7 +233,7 @@ const routeTree = root.addChildren([
   studiesRoute,
   newStudyRoute,
   studyRoute.addChildren([
-    overview,
+    overviewRoute,
     trialsRoute,
     parametersRoute,
     rungsRoute,

@@ -12,7 +12,9 @@ import * as echarts from 'echarts/core'
 import { CanvasRenderer } from 'echarts/renderers'
 import type { EChartsCoreOption } from 'echarts/core'
 import { type KeyboardEvent, useEffect, useId, useRef, useState } from 'react'
+import { Held } from './Held'
 import { type Palette, usePalette } from './palette'
+import type { Hold } from './useHold'
 
 echarts.use([
   BarChart,
@@ -65,8 +67,10 @@ export function EChart(props: {
   points?: readonly ChartPoint[]
   onPick?: (trial: number) => void
   height?: number
+  /** Of data that follow a job: what holds back newer ones while the reader is on the chart. */
+  hold?: Hold
 }) {
-  const { label, describe, option, points = [], onPick, height = 340 } = props
+  const { label, describe, option, points = [], onPick, height = 340, hold } = props
   const element = useRef<HTMLDivElement>(null)
   const chart = useRef<echarts.ECharts>(null)
   const [at, setAt] = useState<number>()
@@ -119,18 +123,22 @@ export function EChart(props: {
     chart.current?.dispatchAction({ type: 'showTip', seriesIndex: series, dataIndex: index })
   }
   const hasPoints = points.length > 0
+  const drawn = (
+    // oxlint-disable-next-line jsx-a11y/no-static-element-interactions
+    <div
+      // oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex
+      tabIndex={hasPoints ? 0 : undefined}
+      role={hasPoints ? 'group' : undefined}
+      aria-label={hasPoints ? `${label}: arrow keys step through its points, Enter opens one` : undefined}
+      onKeyDown={hasPoints ? step : undefined}
+    >
+      <div ref={element} role="img" aria-label={`${label}. ${describe}`} style={{ width: '100%', height }} />
+    </div>
+  )
   return (
     <figure aria-labelledby={`${id}-label`}>
       <figcaption id={`${id}-label`}>{label}</figcaption>
-      {/* oxlint-disable-next-line jsx-a11y/no-noninteractive-tabindex */}
-      <div
-        tabIndex={hasPoints ? 0 : undefined}
-        role={hasPoints ? 'group' : undefined}
-        aria-label={hasPoints ? `${label}: arrow keys step through its points, Enter opens one` : undefined}
-        onKeyDown={hasPoints ? step : undefined}
-      >
-        <div ref={element} role="img" aria-label={`${label}. ${describe}`} style={{ width: '100%', height }} />
-      </div>
+      {hold ? <Held hold={hold}>{drawn}</Held> : drawn}
       {hasPoints && (
         <p role="status" className="soft" style={{ margin: 0, minHeight: '1.4em', fontSize: 13.5 }}>
           {at === undefined ? '' : points[at]?.text}

@@ -4,6 +4,7 @@ import { useElementSize } from '@mantine/hooks'
 import { scaleLinear } from 'd3-scale'
 import { type KeyboardEvent, memo, useCallback, useEffect, useMemo, useRef, useState } from 'react'
 import { type Axis, type Range, rangeOf, within } from './axes'
+import type { Ranges } from './ranges'
 import { usePalette } from './palette'
 
 const TOP = 84
@@ -25,8 +26,6 @@ const MAX_WHILE_MOVING = 2000
 // Milliseconds without a move after which `onFilter` is called: a key that is held moves a range many times a second.
 const SETTLED_MS = 150
 
-export type Ranges = Readonly<Record<string, Range>>
-
 /**
  * Trials as lines across axes. Each axis is a range slider, so that mouse and keyboard choose which trials are kept.
  * `onFilter` receives the ranges, keyed by column, shortly after the last move.
@@ -41,7 +40,7 @@ export function Parallel(props: { axes: readonly Axis[]; ranges: Ranges; onFilte
     () =>
       within(
         axes,
-        axes.map((axis) => rangeOf(axis, ranges[axis.column])),
+        axes.map((axis) => ranges[axis.column] ?? axis.extent),
       ),
     [axes, ranges],
   )

@@ -23,6 +23,10 @@ export interface Axis {
   marks: number[]
   /** The lowest position with a value; positions below it stand for "no value". */
   lowest: number
+  /** The value at a position as it is in an address, with all digits. */
+  written: (position: number) => string
+  /** The position of a value that `written` gave, also outside the axis; undefined if no position has it. */
+  read: (written: string) => number | undefined
 }
 
 type Cell = number | string | boolean | null | undefined
@@ -68,7 +72,20 @@ function numeric(column: string, values: readonly (number | null)[], given: numb
     value: (at) => digits(isLog ? 10 ** at : isWhole ? Math.round(at) : at),
     marks: first === last ? [first] : [first, last],
     lowest: first,
+    written: (at) => `${shortest(isLog ? 10 ** at : at)}`,
+    read: (written) => {
+      const at = written.trim() === '' ? NaN : place(Number(written))
+      if (!Number.isFinite(at)) return undefined
+      // A logarithm is not exact: an end of the axis stays the end.
+      return [first, last].find((end) => Math.abs(at - end) <= 1e-10 * (Math.abs(end) + last - first)) ?? at
+    },
   })
+}
+
+/** A number without the last digits if these are the rounding of a sum, such as 0.1 + 0.2. */
+function shortest(exact: number): number {
+  const short = Number(exact.toPrecision(12))
+  return Math.abs(short - exact) <= 1e-15 * Math.abs(exact) ? short : exact
 }
 
 const median = (values: readonly number[]) => Float64Array.from(values).sort()[Math.floor(values.length / 2)]!
@@ -84,6 +101,8 @@ function categorical(column: string, values: readonly Cell[], given: readonly Ce
     value: (at) => names[Math.round(at)] ?? '',
     marks: names.map((_, k) => k),
     lowest: 0,
+    written: (at) => names[Math.round(at)] ?? '',
+    read: (written) => index.get(written),
   })
 }
 

@@ -69,3 +69,13 @@ export const axis = (p: Palette, name: string, extra: object = {}) => ({
   scale: true,
   ...extra,
 })
+
+/** Options of a series of points that stay in sight below those that are selected. */
+export const paleSeries = (p: Palette) => ({
+  type: 'scatter',
+  z: 1,
+  large: true,
+  largeThreshold: 1500,
+  symbolSize: 3,
+  itemStyle: { color: p.soft, opacity: 0.35 },
+})

@@ -3,6 +3,7 @@ import { useCallback, useMemo } from 'react'
 import { curves as curvesQuery } from '../../api/queries'
 import type { Curves as CurvesOfExperts, Finetune } from '../../api/types'
 import { EChart } from '../../charts/EChart'
+import { useHold } from '../../charts/useHold'
 import { escaped } from '../../charts/escaped'
 import { type Palette, axis } from '../../charts/palette'
 import { count, value } from '../../format'
@@ -67,7 +68,8 @@ function Evaluation({ name, experts }: { name: string; experts: CurvesOfExperts[
   return <LineChart label={`${name} of each expert`} name={name} lines={lines} />
 }
 
-function LineChart({ label, name, lines }: { label: string; name: string; lines: Line[] }) {
+function LineChart({ label, name, lines: latest }: { label: string; name: string; lines: Line[] }) {
+  const [lines, hold] = useHold(latest)
   const option = useCallback(
     (p: Palette) => ({
       grid: { left: 56, right: 16, top: 30, bottom: 42 },
@@ -107,6 +109,7 @@ function LineChart({ label, name, lines }: { label: string; name: string; lines:
       label={label}
       describe={last.map(({ text }) => `${text}.`).join(' ')}
       option={option}
+      hold={hold}
       height={280}
       points={last}
       table={() => ({

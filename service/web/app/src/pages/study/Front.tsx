@@ -7,18 +7,37 @@ import { heldOutFrom } from '../../api/queries'
 import type { FrontSeries, Objective, Study, Summary } from '../../api/types'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
+import { type Hold, useHold } from '../../charts/useHold'
+import type { Selection } from '../../charts/ranges'
 import { drawCross } from '../../charts/intervals'
-import { type Palette, axis } from '../../charts/palette'
+import { type Palette, axis, paleSeries } from '../../charts/palette'
 import { interval, ownLabel, percent, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { ExportButton } from '../../parts/ExportButton'
 import { Difference } from '../../parts/Interval'
 import { preferred } from '../../preference'
+import { inRanges } from './Selected'
 
 type Point = FrontSeries['points'][number]
 
-/** Two objectives of the trials at full budget, the Pareto front, and sliders that pick a model from it. */
-export function Front({ study, front, heldOut }: { study: Study; front: FrontSeries; heldOut: Summary['holdout'] }) {
+/**
+ * Two objectives of the trials at full budget, the Pareto front, and sliders that pick a model from it. Trials that are
+ * not in the `selection` are pale; the front and the pick are those of all trials.
+ */
+export function Front(props: {
+  study: Study
+  front: FrontSeries
+  heldOut: Summary['holdout']
+  selection: Selection | undefined
+}) {
+  const { study } = props
+  const latest = useMemo(
+    () => ({ front: props.front, heldOut: props.heldOut, selection: props.selection }),
+    [props.front, props.heldOut, props.selection],
+  )
+  // What the slider picks changes with held-out values, so the first ones are not held back.
+  const key = JSON.stringify([props.selection?.words, props.heldOut.length > 0])
+  const [{ front, heldOut, selection }, hold] = useHold(latest, { key, count: (data) => data.front.points.length })
   const { objectives, points } = front
   const [[across, up], setAxes] = useState([0, 1])
   const [weights, setWeights] = useState<number[]>(() => objectives.map(() => 50))
@@ -67,15 +86,19 @@ export function Front({ study, front, heldOut }: { study: Study; front: FrontSer
             up={up!}
             picked={picked}
             held={picked && held.get(picked.trial)}
+            selection={selection}
+            hold={hold}
             onPick={open}
           />
           <p className="soft">
             Points are on the samples of the search. Cross-hairs are 95 % intervals: of the picked trial, of the best
             one and, as a diamond, of the picked trial on held-out data. The line is the front of the two objectives.
             Orange points are baselines: sources are circles, published recipes squares.
+            {selection &&
+              `${inRanges(selection)} The others are small and pale; the front and the pick are those of all trials.`}
           </p>
           {objectives.length > 2 && (
-            <Pairs points={points} objectives={objectives} chosen={[across!, up!]} picked={trial} onChoose={setAxes} />
+            <Pairs {...{ points, objectives, selection }} chosen={[across!, up!]} picked={trial} onChoose={setAxes} />
           )}
         </div>
         <div className="weights">
@@ -189,9 +212,10 @@ function Pairs(props: {
   objectives: Objective[]
   chosen: [number, number]
   picked: number | undefined
+  selection: Selection | undefined
   onChoose: (pair: [number, number]) => void
 }) {
-  const { points, objectives, chosen, picked, onChoose } = props
+  const { points, objectives, chosen, picked, selection, onChoose } = props
   // Each pair's drawing without the picked trial, which moves with the sliders.
   const pairs = useMemo(() => {
     const front = points.filter((point) => point.is_on_front)
@@ -207,6 +231,7 @@ function Pairs(props: {
           <circle
             key={point.trial}
             className={point.is_on_front ? (isBaseline(point) ? 'baseline' : 'on-front') : 'rest'}
+            opacity={isSelected(point, selection) ? 1 : 0.3}
             r={r}
             cx={across(point.values[x.name]!)}
             cy={SMALL - up(point.values[y.name]!)}
@@ -217,7 +242,7 @@ function Pairs(props: {
         return { i, j, x: x.name, y: y.name, line: <polyline points={line.join(' ')} />, spots, spot }
       }),
     )
-  }, [points, objectives])
+  }, [points, objectives, selection])
   const pick = points.find((point) => point.trial === picked)
   return (
     <div className="pairs" role="group" aria-label="Fronts of each pair of objectives">
@@ -285,9 +310,11 @@ function Chart(props: {
   up: number
   picked: Point | undefined
   held: Summary['holdout'][number] | undefined
+  selection: Selection | undefined
+  hold: Hold
   onPick: (trial: number) => void
 }) {
-  const { points, objectives, across, up, picked, held, onPick } = props
+  const { points, objectives, across, up, picked, held, selection, hold, onPick } = props
   const x = objectives[across]!
   const y = objectives[up]!
   const front = useMemo(() => {
@@ -296,6 +323,9 @@ function Chart(props: {
       .filter((point) => point.is_on_front)
       .toSorted((a, b) => sign * (a.values[x.name]! - b.values[x.name]!))
   }, [points, x])
+  const isShown = useCallback((point: Point) => isSelected(point, selection), [selection])
+  const merges = useMemo(() => front.filter((point) => isMerge(point) && isShown(point)), [front, isShown])
+  const outside = useMemo(() => points.filter((point) => !isShown(point)), [points, isShown])
   const option = useCallback(
     (p: Palette) => {
       const data = (point: Point) => [point.values[x.name], point.values[y.name], point.trial]
@@ -331,9 +361,9 @@ function Chart(props: {
             largeThreshold: 1500,
             symbolSize: 6,
             itemStyle: { color: p.pale },
-            data: rest.filter(isMerge).map(data),
+            data: rest.filter((point) => isMerge(point) && isShown(point)).map(data),
           },
-          { type: 'scatter', symbolSize: 10, itemStyle: { color: p.accent }, data: front.filter(isMerge).map(data) },
+          { type: 'scatter', symbolSize: 10, itemStyle: { color: p.accent }, data: merges.map(data) },
           {
             type: 'scatter',
             symbol: symbolOf(byTrial),
@@ -348,6 +378,7 @@ function Chart(props: {
             itemStyle: { color: 'transparent', borderColor: p.warm, borderWidth: 1.5 },
             data: rest.filter(isBaseline).map(data),
           },
+          { ...paleSeries(p), data: outside.map(data) },
           {
             type: 'line',
             silent: true,
@@ -376,41 +407,45 @@ function Chart(props: {
         ],
       }
     },
-    [points, front, objectives, x, y, picked, held],
+    [points, front, merges, outside, isShown, objectives, x, y, picked, held],
   )
-  const stops = useMemo(
-    () =>
-      front.map((point) => {
-        const own = front.filter(isBaseline(point) ? isBaseline : isMerge)
-        const series = isBaseline(point) ? 2 : 1
-        return { series, index: own.indexOf(point), text: sayAll(point, objectives), trial: point.trial }
-      }),
-    [front, objectives],
-  )
+  const stops = useMemo(() => {
+    const own = { 1: merges, 2: front.filter(isBaseline), 4: outside } // by series
+    return front.map((point) => {
+      const series = isBaseline(point) ? 2 : isShown(point) ? 1 : 4
+      return { series, index: own[series].indexOf(point), text: sayAll(point, objectives), trial: point.trial }
+    })
+  }, [front, merges, outside, isShown, objectives])
   return (
     <EChart
       label={`${x.name} and ${y.name} of the trials at full budget`}
-      describe={`${front.length} of ${points.length} trials are on the Pareto front.${picked ? ` Trial ${picked.trial} is picked.` : ''}`}
+      describe={`${front.length} of ${points.length} trials are on the Pareto front.${picked ? ` Trial ${picked.trial} is picked.` : ''}${inRanges(selection)}`}
       option={option}
+      hold={hold}
       points={stops}
       onPick={onPick}
       table={() => ({
         head: ['trial', 'label', ...objectives.flatMap(({ name }) => [name, '95 % interval']), 'on the front'],
-        rows: points.map((point) => [
-          point.trial,
-          point.label,
-          ...objectives.flatMap(({ name }) => [
-            value(point.values[name]),
-            interval(...(point.intervals[name] as [number, number])),
+        rows: points
+          .filter(isShown)
+          .map((point) => [
+            point.trial,
+            point.label,
+            ...objectives.flatMap(({ name }) => [
+              value(point.values[name]),
+              interval(...(point.intervals[name] as [number, number])),
+            ]),
+            point.is_on_front ? 'yes' : 'no',
           ]),
-          point.is_on_front ? 'yes' : 'no',
-        ]),
       })}
     />
   )
 }
 
 const isBaseline = (point: Point) => point.origin === 'source' || point.origin === 'published'
+/** Whether a trial is in the ranges of parameters, which say nothing of baselines. */
+const isSelected = (point: Point, selection: Selection | undefined) =>
+  isBaseline(point) || selection === undefined || selection.trials.has(point.trial)
 const isMerge = (point: Point) => !isBaseline(point)
 
 const symbolOf = (byTrial: Map<number, Point>) => (at: number[]) =>

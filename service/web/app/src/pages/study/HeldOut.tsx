@@ -2,6 +2,7 @@ import { Link } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
 import type { Estimate, Objective, Study, Summary } from '../../api/types'
 import { EChart } from '../../charts/EChart'
+import { type Hold, useHold } from '../../charts/useHold'
 import { drawInterval } from '../../charts/intervals'
 import { type Palette, axis } from '../../charts/palette'
 import { interval, value } from '../../format'
@@ -16,7 +17,10 @@ const MEAN = 'mean'
 /** Estimates on held-out data with 95 % intervals: as a forest plot and as a table. */
 export function HeldOut({ study, summary }: { study: Study; summary: Summary }) {
   const { objectives } = study
-  const rows = summary.holdout
+  const [{ holdout: rows, holdout_reference: reference }, hold] = useHold(summary, {
+    key: `${summary.holdout.length > 0}`,
+    count: ({ holdout }) => holdout.length,
+  })
   const hasMean = rows.some((row) => row.mean !== null)
   const names = [...(hasMean ? [MEAN] : []), ...objectives.map((each) => each.name)]
   const [chosen, setChosen] = useState<string>()
@@ -36,12 +40,12 @@ export function HeldOut({ study, summary }: { study: Study; summary: Summary }) 
       ) : (
         <>
           <ChooseObjective names={names} value={name} onChange={setChosen} />
-          <Forest name={name} shown={shown} reference={summary.holdout_reference} />
+          <Forest name={name} shown={shown} reference={reference} hold={hold} />
           <HeldOutTable
             study={study}
             rows={shown.map(({ row }) => row)}
             objectives={objectives}
-            reference={summary.holdout_reference}
+            reference={reference}
             name={name}
           />
           <Bias summary={summary} />
@@ -57,7 +61,8 @@ function labelOf({ label, trial, origin }: Row): string {
 
 type Shown = { row: Row; estimate: Estimate }[]
 
-function Forest({ name, shown, reference }: { name: string; shown: Shown; reference: number | null }) {
+function Forest(props: { name: string; shown: Shown; reference: number | null; hold: Hold }) {
+  const { name, shown, reference, hold } = props
   const option = useCallback(
     (p: Palette, isNarrow: boolean) => {
       const color = (row: Row) =>
@@ -95,6 +100,7 @@ function Forest({ name, shown, reference }: { name: string; shown: Shown; refere
       label={`${name} on held-out data, with 95 % intervals`}
       describe={best ? `Best: ${labelOf(best.row)} with ${value(best.estimate.value)}.` : ''}
       option={option}
+      hold={hold}
       height={70 + 24 * shown.length}
       table={() => ({
         head: ['trial', 'label', name, '95 % interval', 'samples'],

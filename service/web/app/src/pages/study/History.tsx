@@ -2,14 +2,20 @@ import { useNavigate } from '@tanstack/react-router'
 import { useCallback, useMemo, useState } from 'react'
 import type { Columns, FrontSeries, Objective, Study } from '../../api/types'
 import { EChart } from '../../charts/EChart'
-import { type Palette, axis } from '../../charts/palette'
+import { useHold } from '../../charts/useHold'
+import type { Selection } from '../../charts/ranges'
+import { type Palette, axis, paleSeries } from '../../charts/palette'
 import { count, value } from '../../format'
 import { drawInterval } from '../../charts/intervals'
 import { escaped } from '../../charts/escaped'
 import { ChooseObjective } from '../../parts/Choose'
-import { type Row, rowsOf, text } from './historyRows'
+import { type Row, grouped, rowsOf, text } from './historyRows'
+import { inRanges } from './Selected'
 
 const MEAN = 'mean'
+
+/** Number of the trials that have values. */
+const numScored = ({ trials }: { trials: Columns }) => trials.samples!.filter((samples) => samples != null).length
 
 /** Objectives whose plain mean says something: values in [0, 1] of which the larger is better. */
 function averaged(objectives: readonly Objective[]): string[] {
@@ -20,10 +26,21 @@ function averaged(objectives: readonly Objective[]): string[] {
 
 /**
  * Every trial at the highest rung that it has finished, and the best so far at full budget: of the trials of `front`,
- * which may come later.
+ * which may come later. Trials that are not in the `selection` are pale.
  */
-export function History(props: { study: Study; trials: Columns; front: FrontSeries['points'] | undefined }) {
-  const { study, trials, front } = props
+export function History(props: {
+  study: Study
+  trials: Columns
+  front: FrontSeries['points'] | undefined
+  selection: Selection | undefined
+}) {
+  const { study } = props
+  const latest = useMemo(
+    () => ({ trials: props.trials, front: props.front, selection: props.selection }),
+    [props.trials, props.front, props.selection],
+  )
+  const key = JSON.stringify([props.selection?.words, props.front === undefined])
+  const [{ trials, front, selection }, hold] = useHold(latest, { key, count: numScored })
   const { objectives } = study
   const navigate = useNavigate()
   const means = useMemo(() => averaged(objectives), [objectives])
@@ -42,6 +59,7 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
     return found
   }, [rows, isLess])
   const rungs = useMemo(() => [...new Set(rows.map((row) => row.rung))].toSorted((a, b) => a - b), [rows])
+  const groups = useMemo(() => grouped(rows, rungs, selection?.trials), [rows, rungs, selection])
   const option = useCallback(
     (p: Palette) => {
       const shades = [p.pale, p.middle, p.accent]
@@ -50,6 +68,7 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
       const line = record.map((row) => [row.trial, row.value, row.trial])
       const last = rows.at(-1)
       if (record.length && last) line.push([last.trial, record.at(-1)!.value, record.at(-1)!.trial])
+      const [baselines, outside] = groups.slice(rungs.length) as [Row[], Row[]]
       const byTrial = new Map(rows.map((row) => [row.trial, row]))
       return {
         grid: { left: 52, right: 16, top: 12, bottom: 42 },
@@ -73,17 +92,18 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
             name: `rung ${rung}`,
             large: true,
             largeThreshold: 1500,
-            symbolSize: rows.length > 500 ? 4 : 7,
+            symbolSize: rows.length - outside.length > 500 ? 4 : 7,
             itemStyle: { color: shade(k) },
-            data: rows.filter((row) => row.rung === rung && !row.isBaseline).map(point),
+            data: groups[k]!.map(point),
           })),
           {
             type: 'scatter',
             name: 'baselines',
             symbolSize: 8,
             itemStyle: { color: 'transparent', borderColor: p.warm, borderWidth: 1.5 },
-            data: rows.filter((row) => row.isBaseline).map(point),
+            data: baselines.map(point),
           },
+          { ...paleSeries(p), name: 'outside the ranges', data: outside.map(point) },
           {
             type: 'line',
             name: 'best so far',
@@ -105,16 +125,14 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
         ],
       }
     },
-    [rows, record, rungs, name],
+    [rows, record, rungs, groups, name],
   )
   // The arrow keys step through the trials that were the best so far.
   const points = useMemo(() => {
-    return record.map((row) => {
-      const series = row.isBaseline ? rungs.length : rungs.indexOf(row.rung)
-      const own = rows.filter((each) => (row.isBaseline ? each.isBaseline : !each.isBaseline && each.rung === row.rung))
-      return { series, index: own.indexOf(row), text: text(row, name), trial: row.trial }
-    })
-  }, [record, rows, rungs, name])
+    const places = new Map(groups.flatMap((group, series) => group.map((row, index) => [row, { series, index }])))
+    return record.map((row) => ({ ...places.get(row)!, text: text(row, name), trial: row.trial }))
+  }, [record, groups, name])
+  const isShown = ({ isBaseline, trial }: Row) => isBaseline || selection === undefined || selection.trials.has(trial)
   const best = record.at(-1)
   const numFull = rows.filter((row) => row.isFull).length
   return (
@@ -124,24 +142,27 @@ export function History(props: { study: Study; trials: Columns; front: FrontSeri
         label={`${name === MEAN ? 'Mean of the objectives' : name} of every trial`}
         describe={
           best
-            ? `Best ${value(best.value)} at trial ${best.trial}; ${count(numFull)} of ${count(rows.length)} trials at full budget.`
-            : 'No trial has reached the full budget yet.'
+            ? `Best ${value(best.value)} at trial ${best.trial}; ${count(numFull)} of ${count(rows.length)} trials at full budget.${inRanges(selection)}`
+            : `No trial has reached the full budget yet.${inRanges(selection)}`
         }
         option={option}
+        hold={hold}
         points={points}
         onPick={(trial) =>
           navigate({ to: '/studies/$id/trials/$number', params: { id: study.id, number: `${trial}` } })
         }
         table={() => ({
           head: ['trial', 'label', name, 'standard error', 'samples', 'full budget'],
-          rows: rows.map((row) => [
-            row.trial,
-            row.label,
-            value(row.value),
-            value(row.error),
-            count(row.samples),
-            row.isFull ? 'yes' : 'no',
-          ]),
+          rows: rows
+            .filter(isShown)
+            .map((row) => [
+              row.trial,
+              row.label,
+              value(row.value),
+              value(row.error),
+              count(row.samples),
+              row.isFull ? 'yes' : 'no',
+            ]),
         })}
       />
       <p className="soft">

@@ -3,6 +3,7 @@ import { useCallback } from 'react'
 import { plot } from '../../api/queries'
 import type { Study } from '../../api/types'
 import { EChart } from '../../charts/EChart'
+import { useHold } from '../../charts/useHold'
 import { type Palette, axis } from '../../charts/palette'
 import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
@@ -24,7 +25,8 @@ export function Hypervolume({ study }: { study: Study }) {
 
 type Points = readonly { trial: number; label: string; origin: string; spent: number; hypervolume: number }[]
 
-function Chart({ points, baselines }: { points: Points; baselines: number }) {
+function Chart({ points: latest, baselines }: { points: Points; baselines: number }) {
+  const [points, hold] = useHold(latest)
   const option = useCallback(
     (p: Palette) => ({
       grid: { left: 52, right: 16, top: 22, bottom: 42 },
@@ -63,6 +65,7 @@ function Chart({ points, baselines }: { points: Points; baselines: number }) {
       label="Hypervolume of the Pareto front on search data"
       describe={`${value(last.hypervolume)} after ${count(last.spent)} samples.`}
       option={option}
+      hold={hold}
       height={240}
       table={() => ({
         head: ['trial', 'label', 'samples used', 'hypervolume'],

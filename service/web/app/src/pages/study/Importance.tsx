@@ -3,6 +3,7 @@ import type { components } from '../../api/schema'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
 import { type Palette, axis } from '../../charts/palette'
+import { type Hold, useHold } from '../../charts/useHold'
 import { count, value } from '../../format'
 import { Nothing } from '../../parts/Answer'
 import { Choose } from '../../parts/Choose'
@@ -26,7 +27,8 @@ const GROUPS = [
 type Group = (typeof GROUPS)[number]['value']
 
 /** How much each parameter decides whether a trial is among the best tenth, also summed by layers, part and expert. */
-export function Importance({ plot }: { plot: Plot }) {
+export function Importance({ plot: latest }: { plot: Plot }) {
+  const [plot, hold] = useHold(latest, { key: latest.objective, count: ({ trials }) => trials })
   const [group, setGroup] = useState<Group>('parameters')
   if (plot.parameters === null) return <Nothing>No importances: {plot.reason}.</Nothing>
   const bars: Record<Group, Bar[]> = {
@@ -44,6 +46,7 @@ export function Importance({ plot }: { plot: Plot }) {
       </div>
       <Bars
         bars={bars[shown]}
+        hold={hold}
         label={`Importance for ${plot.objective} ${GROUPS.find((g) => g.value === shown)!.label}`}
       />
       <p className="soft">
@@ -54,7 +57,7 @@ export function Importance({ plot }: { plot: Plot }) {
   )
 }
 
-function Bars({ bars, label }: { bars: Bar[]; label: string }) {
+function Bars({ bars, label, hold }: { bars: Bar[]; label: string; hold: Hold }) {
   const shown = bars.slice(0, MAX_BARS)
   const names = JSON.stringify(shown)
   const option = useCallback(
@@ -99,6 +102,7 @@ function Bars({ bars, label }: { bars: Bar[]; label: string }) {
       label={label}
       describe={first ? `Most important: ${first.name} with ${value(first.importance)}.` : ''}
       option={option}
+      hold={hold}
       height={60 + 20 * shown.length}
       table={() => ({ head: ['name', 'importance'], rows: bars.map((bar) => [bar.name, value(bar.importance)]) })}
     />

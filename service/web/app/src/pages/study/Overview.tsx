@@ -1,27 +1,44 @@
 import { useQuery } from '@tanstack/react-query'
+import { useMemo } from 'react'
 import { columns, plot, summary } from '../../api/queries'
 import type { Progress, Study, Summary } from '../../api/types'
+import { asked, selection as selectionOf } from '../../charts/ranges'
 import { count, duration, percent, value, withMinuses } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { Figures } from '../../parts/Figures'
 import { Interval } from '../../parts/Interval'
 import { verified } from '../../parts/verified'
+import { overviewRoute } from '../../router'
 import { Checks } from './Checks'
 import { Front } from './Front'
 import { HeldOut } from './HeldOut'
 import { History } from './History'
 import { Hypervolume } from './Hypervolume'
 import { Lineage } from './Lineage'
+import { Selected } from './Selected'
 import { useStudy } from './StudyLayout'
 
 const FIELDS = 'number,label,state,origin,rung,samples,value.*,standard_error.*'
+
+const PARAMETER = 'parameter.'
+
+const NO_ROWS: Summary['holdout'] = []
 
 /** The finding, key figures, history, front and held-out values of a study; each is shown as soon as it is there. */
 export function Overview() {
   const { study, progress } = useStudy()
   const results = useQuery(summary(study.id))
   const front = useQuery(plot(study.id, 'front'))
-  const trials = useQuery(columns(study.id, FIELDS))
+  const ranges = overviewRoute.useSearch({ select: (search) => search.ranges })
+  const wanted = useMemo(() => asked(ranges), [ranges])
+  const parameters = [...wanted.keys()].filter((column) => column.startsWith(PARAMETER))
+  const trials = useQuery({
+    ...columns(study.id, [FIELDS, ...parameters].join(',')),
+    placeholderData: (old) => old, // the same trials, without or with columns of the ranges
+  })
+  const all = trials.data?.columns
+  const isComplete = !trials.isPlaceholderData
+  const selection = useMemo(() => (all && isComplete ? selectionOf(all, wanted) : undefined), [all, wanted, isComplete])
   return (
     <>
       <Answer of={results}>
@@ -35,14 +52,22 @@ export function Overview() {
       </Answer>
       <section aria-labelledby="history">
         <h2 id="history">History</h2>
+        <Selected
+          study={study}
+          ranges={ranges}
+          selection={selection}
+          isLoading={trials.isPending || trials.isPlaceholderData}
+        />
         <Answer of={trials}>
-          {(all) => <History study={study} trials={all.columns} front={front.data?.points} />}
+          {(found) => <History study={study} trials={found.columns} front={front.data?.points} selection={selection} />}
         </Answer>
       </section>
       <section aria-labelledby="front">
         <h2 id="front">{study.objectives.length > 1 ? 'Pareto front' : 'Best trial'}</h2>
         <Answer of={front}>
-          {(points) => <Front study={study} front={points} heldOut={results.data?.holdout ?? []} />}
+          {(points) => (
+            <Front study={study} front={points} heldOut={results.data?.holdout ?? NO_ROWS} selection={selection} />
+          )}
         </Answer>
       </section>
       {study.objectives.length > 1 && <Hypervolume study={study} />}

@@ -1,13 +1,16 @@
 import { Button, Checkbox, TextInput } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { Link } from '@tanstack/react-router'
-import { useMemo, useState } from 'react'
+import { useCallback, useMemo, useState } from 'react'
 import { api } from '../../api/client'
 import { columns as columnsQuery, parameterNames, pareto } from '../../api/queries'
 import type { components } from '../../api/schema'
 import type { Columns, Objective } from '../../api/types'
-import { axesOf, conditions, rangeOf, within } from '../../charts/axes'
-import { Parallel, type Ranges } from '../../charts/Parallel'
+import { axesOf, conditions, within } from '../../charts/axes'
+import { Held } from '../../charts/Held'
+import { Parallel } from '../../charts/Parallel'
+import { asked, rangesOf, scored, without, written } from '../../charts/ranges'
+import { useHold } from '../../charts/useHold'
 import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { ChooseObjective } from '../../parts/Choose'
@@ -59,10 +62,10 @@ export function Parameters() {
 /** `parameters` are names of the search space, of which those that differ between trials are first. */
 function OfObjective({ objectives, parameters }: { objectives: Objective[]; parameters: string[] }) {
   const { study } = useStudy()
-  const search = parametersRoute.useSearch()
+  const wanted = parametersRoute.useSearch({ select: (search) => search.objective })
   const navigate = parametersRoute.useNavigate()
   const all = objectives.map(({ name }) => name)
-  const objective = all.find((name) => name === search.objective) ?? all[0]!
+  const objective = all.find((name) => name === wanted) ?? all[0]!
   const important = useQuery(importance(study.id, objective))
   return (
     <>
@@ -92,6 +95,25 @@ function ordered(parameters: string[], important: Importances | undefined): stri
   return [...new Set([...first, ...parameters])]
 }
 
+/**
+ * The ranges of the address, and a function that changes them. Sliders have what it was given at once; the address has
+ * it once the router is done.
+ */
+function useRanges(): [string | undefined, (ranges: string | undefined) => void] {
+  const inAddress = parametersRoute.useSearch({ select: (search) => search.ranges })
+  const navigate = parametersRoute.useNavigate()
+  const [{ before, now }, set] = useState({ before: inAddress, now: inAddress })
+  if (before !== inAddress) set({ before: inAddress, now: inAddress })
+  const change = useCallback(
+    (ranges: string | undefined) => {
+      set((old) => ({ ...old, now: ranges }))
+      navigate({ search: (old) => ({ ...old, ranges }), replace: true })
+    },
+    [navigate],
+  )
+  return [now, change]
+}
+
 /** Columns that may be axes: samples, objectives, and parameters. */
 function Coordinates(props: {
   objectives: string[]
@@ -101,46 +123,62 @@ function Coordinates(props: {
 }) {
   const { objectives, important, isWaiting } = props
   const { study } = useStudy()
-  const { axes: asked } = parametersRoute.useSearch()
+  const wanted = parametersRoute.useSearch({ select: (search) => search.axes })
+  const [ranges, setRanges] = useRanges()
   const parameters = useMemo(() => ordered(props.parameters, important), [props.parameters, important])
   const values = useMemo(() => ['samples', ...objectives.map((name) => `value.${name}`)], [objectives])
-  const chosen = useMemo(() => {
-    if (asked !== undefined) return asked.split(',').slice(0, MAX_AXES)
+  const usual = useMemo(() => {
+    if (wanted !== undefined) return wanted.split(',').slice(0, MAX_AXES)
     return [...values, ...parameters.slice(0, DEFAULT_PARAMETERS).map((name) => `parameter.${name}`)].slice(0, MAX_AXES)
-  }, [asked, values, parameters])
+  }, [wanted, values, parameters])
+  // A range is never without its axis.
+  const further = [...asked(ranges).keys()].filter((column) => !usual.includes(column)).join(',')
+  const chosen = useMemo(() => (further ? [...usual, ...further.split(',')] : usual), [usual, further])
   const fields = ['number', 'origin', ...new Set([...values, ...chosen])].join(',')
   const trials = useQuery({ ...columnsQuery(study.id, fields), placeholderData: (old) => old })
   return (
     <section aria-labelledby="coordinates">
       <h2 id="coordinates">Parallel coordinates</h2>
       <ChooseAxes chosen={chosen} values={values} parameters={parameters.map((name) => `parameter.${name}`)} />
-      {asked === undefined && isWaiting && (
+      {wanted === undefined && isWaiting && (
         <p className="soft">
           The axes are the first parameters that differ between trials until their importance is computed.
         </p>
       )}
-      <Answer of={trials}>{(found) => <Filtered columns={found.columns} chosen={chosen} values={values} />}</Answer>
+      <Answer of={trials}>
+        {(found) => (
+          <Filtered
+            columns={found.columns}
+            choice={`${fields} ${trials.isPlaceholderData}`}
+            {...{ chosen, values, ranges, setRanges }}
+          />
+        )}
+      </Answer>
     </section>
   )
 }
 
+const numScored = (columns: Columns) => scored(columns).number!.length
+
 // Conditions of the table of trials for the same trials.
 const SCORED = 'rung>=0'
 
-/** Proposed trials that have finished a rung. */
-function scored(columns: Columns): Columns {
-  const rows = columns.number!.flatMap((_, k) =>
-    columns.samples![k] != null && columns.origin![k] === 'search' ? [k] : [],
-  )
-  return Object.fromEntries(Object.entries(columns).map(([name, all]) => [name, rows.map((k) => all[k]!)]))
-}
-
-function Filtered({ columns, chosen, values }: { columns: Columns; chosen: string[]; values: string[] }) {
+/** `choice` is another one where the columns are, or become, those of other axes. */
+function Filtered(props: {
+  columns: Columns
+  choice: string
+  chosen: string[]
+  values: string[]
+  ranges: string | undefined
+  setRanges: (ranges: string | undefined) => void
+}) {
+  const { choice, chosen, values, ranges, setRanges } = props
   const { study } = useStudy()
-  const [ranges, setRanges] = useState<Ranges>({})
+  const [columns, hold] = useHold(props.columns, { key: choice, count: numScored })
   const rows = useMemo(() => scored(columns), [columns])
   const { axes, constant } = useMemo(() => axesOf(rows, chosen), [rows, chosen])
-  const own = useMemo(() => axes.map((axis) => rangeOf(axis, ranges[axis.column])), [axes, ranges])
+  const placed = useMemo(() => rangesOf(axes, asked(ranges)), [axes, ranges])
+  const own = useMemo(() => axes.map((axis) => placed[axis.column] ?? axis.extent), [axes, placed])
   const kept = useMemo(() => within(axes, own), [axes, own])
   const total = rows.number!.length
   if (total === 0) return <Nothing>No proposed trial has finished a rung yet.</Nothing>
@@ -149,7 +187,9 @@ function Filtered({ columns, chosen, values }: { columns: Columns; chosen: strin
   const isExact = where.every((each) => each !== undefined)
   return (
     <>
-      <Parallel axes={axes} ranges={ranges} onFilter={setRanges} />
+      <Held hold={hold}>
+        <Parallel axes={axes} ranges={placed} onFilter={(all) => setRanges(written(axes, all))} />
+      </Held>
       {constant.length > 0 && (
         <p className="soft">Left out, because all trials have the same value: {constant.map(short).join(', ')}.</p>
       )}
@@ -164,10 +204,15 @@ function Filtered({ columns, chosen, values }: { columns: Columns; chosen: strin
         >
           {isExact ? 'These trials in the table' : 'Table of trials'}
         </Link>
-        {Object.keys(ranges).length > 0 && (
-          <Button size="xs" variant="default" onClick={() => setRanges({})}>
-            Reset the ranges
-          </Button>
+        {ranges !== undefined && (
+          <>
+            <Link to="/studies/$id" params={{ id: study.id }} search={{ ranges }}>
+              These trials in the history and the front
+            </Link>
+            <Button size="xs" variant="default" onClick={() => setRanges(undefined)}>
+              Reset the ranges
+            </Button>
+          </>
         )}
       </div>
       <p className="soft">
@@ -228,12 +273,12 @@ function ChooseAxes({ chosen, values, parameters }: { chosen: string[]; values: 
   const navigate = parametersRoute.useNavigate()
   const [isOpen, setIsOpen] = useState(false)
   const [text, setText] = useState('')
-  const choose = (axes: string[] | undefined) =>
-    navigate({ search: (old) => ({ ...old, axes: axes?.join(',') }), replace: true })
   const toggle = (column: string) => {
     const all = [...values, ...parameters]
     const wanted = new Set(chosen.includes(column) ? chosen.filter((each) => each !== column) : [...chosen, column])
-    choose(all.filter((each) => wanted.has(each)))
+    const axes = all.filter((each) => wanted.has(each)).join(',')
+    // An axis that is taken away takes its range along.
+    navigate({ search: (old) => ({ ...old, axes, ranges: without(old.ranges, column) }), replace: true })
   }
   const shown = [...values, ...parameters].filter((column) => column.toLowerCase().includes(text.toLowerCase()))
   return (
@@ -248,7 +293,11 @@ function ChooseAxes({ chosen, values, parameters }: { chosen: string[]; values: 
               value={text}
               onChange={(event) => setText(event.currentTarget.value)}
             />
-            <Button size="xs" variant="default" onClick={() => choose(undefined)}>
+            <Button
+              size="xs"
+              variant="default"
+              onClick={() => navigate({ search: (old) => ({ ...old, axes: undefined }), replace: true })}
+            >
               Objectives and most important parameters
             </Button>
             <span className="soft">

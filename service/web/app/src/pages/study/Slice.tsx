@@ -6,6 +6,7 @@ import type { Columns } from '../../api/types'
 import { type Axis, axisOf } from '../../charts/axes'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
+import { useHold } from '../../charts/useHold'
 import { type Palette, axis } from '../../charts/palette'
 import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
@@ -16,9 +17,9 @@ import { useStudy } from './StudyLayout'
 /** One parameter of all proposed trials against one objective. */
 export function Slice({ objective, parameters }: { objective: string; parameters: string[] }) {
   const { study } = useStudy()
-  const search = parametersRoute.useSearch()
+  const against = parametersRoute.useSearch({ select: (search) => search.against })
   const navigate = parametersRoute.useNavigate()
-  const parameter = search.against ?? parameters[0]!
+  const parameter = against ?? parameters[0]!
   const fields = `number,samples,value.${objective},parameter.${parameter}`
   const trials = useQuery({ ...columnsQuery(study.id, fields), placeholderData: (old) => old })
   return (
@@ -33,11 +34,15 @@ export function Slice({ objective, parameters }: { objective: string; parameters
         />
       </div>
       <Answer of={trials}>
-        {({ columns }) => <Chart objective={objective} parameter={parameter} columns={columns} />}
+        {({ columns }) => (
+          <Chart {...{ objective, parameter, columns }} choice={`${fields} ${trials.isPlaceholderData}`} />
+        )}
       </Answer>
     </section>
   )
 }
+
+const numScored = ({ samples }: Columns) => samples!.filter((each) => each != null).length
 
 interface Point {
   trial: number
@@ -56,8 +61,11 @@ function pointsOf(columns: Columns, objective: string, own: Axis): Point[] {
   })
 }
 
-function Chart({ objective, parameter, columns }: { objective: string; parameter: string; columns: Columns }) {
+/** `choice` is another one where the columns are, or become, those of another parameter or objective. */
+function Chart(props: { objective: string; parameter: string; columns: Columns; choice: string }) {
+  const { objective, parameter, choice } = props
   const { study } = useStudy()
+  const [columns, hold] = useHold(props.columns, { key: choice, count: numScored })
   const navigate = useNavigate()
   const own = useMemo(() => axisOf(parameter, columns[`parameter.${parameter}`] ?? []), [columns, parameter])
   const points = useMemo(() => (own ? pointsOf(columns, objective, own) : []), [columns, objective, own])
@@ -113,6 +121,7 @@ function Chart({ objective, parameter, columns }: { objective: string; parameter
         label={`${objective} against ${parameter}`}
         describe={`${count(points.length)} trials, ${count(stops.length)} of them on the most samples.`}
         option={option}
+        hold={hold}
         points={stops}
         onPick={(trial) =>
           navigate({ to: '/studies/$id/trials/$number', params: { id: study.id, number: `${trial}` } })

@@ -1,6 +1,6 @@
 import { Button } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
-import { Link, Outlet, useLocation } from '@tanstack/react-router'
+import { Link, Outlet, useLocation, useSearch } from '@tanstack/react-router'
 import { createContext, useContext, useEffect } from 'react'
 import { servedStudies, study as studyQuery } from '../../api/queries'
 import { type Connection, useLive } from '../../api/live'
@@ -26,9 +26,9 @@ export function useStudy(): Followed {
 }
 
 const VIEWS = [
-  { to: '/studies/$id', name: 'Overview' },
+  { to: '/studies/$id', name: 'Overview', hasRanges: true },
   { to: '/studies/$id/trials', name: 'Trials' },
-  { to: '/studies/$id/parameters', name: 'Parameters' },
+  { to: '/studies/$id/parameters', name: 'Parameters', hasRanges: true },
   { to: '/studies/$id/rungs', name: 'Rungs' },
   { to: '/studies/$id/timeline', name: 'Timeline' },
   { to: '/studies/$id/compare', name: 'Compare' },
@@ -68,11 +68,7 @@ export function StudyLayout() {
           >
             <JobNotes job={study} />
             <nav className="views" aria-label="Views of the study">
-              {VIEWS.map((view) => (
-                <Link key={view.to} to={view.to} params={{ id }} activeOptions={{ exact: true, includeSearch: false }}>
-                  {view.name}
-                </Link>
-              ))}
+              <Views study={id} />
               <ChatLink study={id} />
             </nav>
             <div role="status" aria-label="Changes">
@@ -92,6 +88,22 @@ export function StudyLayout() {
       )}
     </Answer>
   )
+}
+
+/** Links to the views of a study; the ranges of parameters go along to those that have them. */
+function Views({ study }: { study: string }) {
+  const ranges = useSearch({ strict: false, select: (search) => search.ranges })
+  return VIEWS.map((view) => (
+    <Link
+      key={view.to}
+      to={view.to}
+      params={{ id: study }}
+      search={'hasRanges' in view ? { ranges } : {}}
+      activeOptions={{ exact: true, includeSearch: false }}
+    >
+      {view.name}
+    </Link>
+  ))
 }
 
 /** The link to the chat, where the study is served. */

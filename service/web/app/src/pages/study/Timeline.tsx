@@ -6,6 +6,7 @@ import type { components } from '../../api/schema'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
 import { type Palette, axis, usePalette } from '../../charts/palette'
+import { useHold } from '../../charts/useHold'
 import { duration, localTime, percent } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
 import { timelineRoute } from '../../router'
@@ -60,7 +61,7 @@ export function Timeline() {
                 <Nothing>No replica worked between these times.</Nothing>
               ) : (
                 <>
-                  <Chart shown={shown} />
+                  <Chart found={found} choice={`${from} ${to} ${timeline.isPlaceholderData}`} />
                   <Totals shown={shown} />
                 </>
               )}
@@ -124,7 +125,10 @@ interface Drawing {
   visual: (name: string) => string
 }
 
-function Chart({ shown }: { shown: Shown }) {
+/** `found` has a start and an end. `choice` is another one where the times are, or become, others. */
+function Chart({ found, choice }: { found: Plot; choice: string }) {
+  const [held, hold] = useHold(found, { key: choice })
+  const shown = held as Shown
   const { replicas, bins, start, end, events } = shown
   const attempts = useMemo(() => bands(shown), [shown])
   const faults = useMemo(
@@ -224,6 +228,7 @@ function Chart({ shown }: { shown: Shown }) {
         label="Shares of time of each replica"
         describe={replicas.map((name, k) => `${name} is busy ${percent(busy(bins[k]!))} of the time.`).join(' ')}
         option={option}
+        hold={hold}
         height={90 + ROW_PX * replicas.length}
         table={() => ({
           head: ['replica', 'from', ...PHASES, 'idle'],

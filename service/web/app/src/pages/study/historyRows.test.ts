@@ -1,5 +1,5 @@
 import { expect, test } from 'vitest'
-import { rowsOf, text } from './historyRows'
+import { grouped, rowsOf, text } from './historyRows'
 
 const TRIALS = {
   number: [0, 1],
@@ -18,4 +18,13 @@ test('an unknown standard error is not 0', () => {
   expect([one!.error, many!.error]).toEqual([null, 0.025])
   expect(text(one, 'mean')).toBe('trial 0: mean 0.500 on 1 sample')
   expect(text(many, 'mean')).toBe('trial 1 (merged): mean 0.600 ± 0.025 on 50 samples')
+})
+
+test('trials outside the ranges are a group of their own; baselines are not', () => {
+  const baseline = { ...TRIALS, number: [2, 3], rung: [1, 1], origin: ['source', 'published'] }
+  const rows = [...rowsOf(TRIALS, undefined, ['math']), ...rowsOf(baseline, undefined, ['math'])]
+  const trials = (selected?: Set<number>) => grouped(rows, [0, 1], selected).map((group) => group.map((r) => r.trial))
+  expect(trials()).toEqual([[0], [1], [2, 3], []])
+  expect(trials(new Set([0]))).toEqual([[0], [], [2, 3], [1]])
+  expect(trials(new Set())).toEqual([[], [], [2, 3], [0, 1]])
 })

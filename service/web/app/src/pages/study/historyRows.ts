@@ -44,6 +44,17 @@ export function rowsOf(trials: Columns, front: FrontSeries['points'] | undefined
   return rows
 }
 
+/** Rows of the chart's series: a list for each of `rungs`, one of baselines, and one of trials outside the ranges. */
+export function grouped(rows: readonly Row[], rungs: readonly number[], selected: ReadonlySet<number> | undefined) {
+  const groups: Row[][] = [...rungs, 'baselines', 'outside'].map(() => [])
+  const place = new Map(rungs.map((rung, k) => [rung, k]))
+  for (const row of rows) {
+    const isOutside = selected !== undefined && !selected.has(row.trial)
+    groups[row.isBaseline ? rungs.length : isOutside ? rungs.length + 1 : place.get(row.rung)!]!.push(row)
+  }
+  return groups
+}
+
 /** What the chart of the values called `name` says of a row. `safe` escapes texts where they become HTML. */
 export function text(row: Row | undefined, name: string, safe: (text: string) => string = (given) => given): string {
   if (!row) return ''
