@@ -15,17 +15,31 @@ __all__ = ["add_alignments"]
 
 
 def add_alignments(model: Any, placed: Mapping[int, PlacedAlignment]) -> None:
-    """Register hooks that apply alignments to the inputs of a transformers model's layers, in float32.
+    """Register hooks that apply alignments to the inputs of a transformers model's layers.
 
-    Alignments are maps of the residual stream. The keys of `placed` are the indices of the layers before which they are
-    applied. The model is changed in place.
+    Alignments are maps of the residual stream, and are computed in its dtype and on its device. The keys of `placed`
+    are the indices of the layers before which they are applied. The model is changed in place.
     """
-    computed = {each.digest: each.alignment.to(dtype=torch.float32) for each in placed.values()}
+    converted = {each.digest: _Converted(each.alignment) for each in placed.values()}
     layers = model.get_decoder().layers
     for index, each in placed.items():
-        layers[index].register_forward_pre_hook(partial(_align_input, computed[each.digest], each.factor))
+        layers[index].register_forward_pre_hook(partial(_align_input, converted[each.digest], each.factor))
 
 
-def _align_input(alignment: Alignment, factor: float, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+class _Converted:
+    """An alignment (a map of the residual stream) in the dtype and on the device of the latest stream."""
+
+    def __init__(self, alignment: Alignment) -> None:
+        self._given = alignment
+        self._latest: tuple[torch.device, torch.dtype, Alignment] | None = None
+
+    def for_stream(self, stream: torch.Tensor) -> Alignment:
+        if self._latest is None or self._latest[:2] != (stream.device, stream.dtype):
+            alignment = self._given.to(device=stream.device, dtype=stream.dtype)
+            self._latest = stream.device, stream.dtype, alignment
+        return self._latest[2]
+
+
+def _align_input(alignment: _Converted, factor: float, _: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
     stream, *others = given
-    return (alignment(stream, factor), *others)
+    return (alignment.for_stream(stream)(stream, factor), *others)

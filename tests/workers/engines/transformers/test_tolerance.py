@@ -14,6 +14,9 @@ from transformers import AutoModelForCausalLM
 
 from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama
+from workers.alignments.alignment import Alignment
+from workers.alignments.hooks import add_alignments
+from workers.alignments.recipes import PlacedAlignment
 from workers.engines.transformers import tolerance
 from workers.engines.transformers.backend import ATTENTION, Reference, logprobs
 from workers.engines.transformers.tolerance import Tolerance, measured_tolerance
@@ -68,6 +71,21 @@ def test_without_a_measurement_the_tolerance_is_a_constant(
     monkeypatch.setattr(tolerance, "_read", read)
     assert measured_tolerance(reference.model, TEXTS, dtype="float16") == Tolerance("float16")
     assert all(torch.equal(weights, before[name]) for name, weights in reference.model.state_dict().items())
+
+
+@pytest.mark.parametrize("kind", ["projection", "scale"])
+def test_alignments_are_rounded_too(tmp_path: Path, kind: str) -> None:
+    """Rounding is measured on models with alignments, which are then computed in the same dtype."""
+    model = Reference(str(tiny_llama(tmp_path, 4)), OPTIONS).model
+    plain = measured_tolerance(model, TEXTS, dtype="bfloat16")
+    hidden = model.config.hidden_size
+    alignment = Alignment(**{kind: 1.7 * torch.eye(hidden) if kind == "projection" else torch.full((hidden,), 1.7)})
+    add_alignments(model, {1: PlacedAlignment("a", alignment, 1.0)})
+    before = logprobs(model, TEXTS[0])
+    found = measured_tolerance(model, TEXTS, dtype="bfloat16")
+    assert found.rounding is not None
+    assert found != plain
+    assert logprobs(model, TEXTS[0]) == before
 
 
 def test_weights_are_the_same_after_a_measurement(reference: Reference) -> None:
