@@ -172,7 +172,7 @@ class PolicyOptions(Section):
     """The share of episodes, once results are known, whose paths are mutants of the best known paths for the preference
     vector; 0: policies and random draws alone.
     """
-    archive: Annotated[int, Field(ge=1, le=1000)] = 16
+    archive: Annotated[int, Field(ge=1, le=1000)] = 32
     """The number of best known paths of each preference vector whose mutants are proposed."""
     avoids_repeats: bool = True
     """Whether a path that was proposed before is replaced by a new one with few changes."""
