@@ -221,7 +221,7 @@ def test_studies_of_earlier_versions_keep_their_rule(
 def test_mutants_add_merged_layers_of_their_own_vector(tmp_path: Path) -> None:
     """Experts' paths have no merged layers; those of version 3 added the first vector's, whatever theirs was."""
     vectors = tuple(tuple(vector.values()) for vector in INTERIOR)
-    options = with_policy(policy="conditioned", elite_share=1.0, gamma=0.9)
+    options = with_policy(policy="conditioned", elite_share=1.0, archive=4, gamma=0.9)
     found = []
     for version in (3, 4):
         told = setting(preferences=vectors, options=options, version=version)

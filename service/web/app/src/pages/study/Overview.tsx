@@ -2,7 +2,6 @@ import { useQuery } from '@tanstack/react-query'
 import { useMemo } from 'react'
 import { columns, plot, summary } from '../../api/queries'
 import type { Progress, Study, Summary } from '../../api/types'
-import { asked, selection as selectionOf } from '../../charts/ranges'
 import { count, duration, percent, value, withMinuses } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { Figures } from '../../parts/Figures'
@@ -30,15 +29,25 @@ export function Overview() {
   const results = useQuery(summary(study.id))
   const front = useQuery(plot(study.id, 'front'))
   const ranges = overviewRoute.useSearch({ select: (search) => search.ranges })
-  const wanted = useMemo(() => asked(ranges), [ranges])
-  const parameters = [...wanted.keys()].filter((column) => column.startsWith(PARAMETER))
+  // Most addresses have no ranges, so what reads them is loaded where there are some.
+  const { data: reading } = useQuery({
+    queryKey: ['module', 'ranges'],
+    queryFn: () => import('../../charts/ranges'),
+    enabled: ranges !== undefined,
+    staleTime: Infinity,
+  })
+  const wanted = useMemo(() => (ranges === undefined ? undefined : reading?.asked(ranges)), [ranges, reading])
+  const parameters = [...(wanted?.keys() ?? [])].filter((column) => column.startsWith(PARAMETER))
   const trials = useQuery({
     ...columns(study.id, [FIELDS, ...parameters].join(',')),
     placeholderData: (old) => old, // the same trials, without or with columns of the ranges
   })
   const all = trials.data?.columns
   const isComplete = !trials.isPlaceholderData
-  const selection = useMemo(() => (all && isComplete ? selectionOf(all, wanted) : undefined), [all, wanted, isComplete])
+  const selection = useMemo(
+    () => (all && isComplete && wanted ? reading?.selection(all, wanted) : undefined),
+    [all, wanted, isComplete, reading],
+  )
   return (
     <>
       <Answer of={results}>
@@ -56,7 +65,7 @@ export function Overview() {
           study={study}
           ranges={ranges}
           selection={selection}
-          isLoading={trials.isPending || trials.isPlaceholderData}
+          isLoading={trials.isPending || trials.isPlaceholderData || wanted === undefined}
         />
         <Answer of={trials}>
           {(found) => <History study={study} trials={found.columns} front={front.data?.points} selection={selection} />}

@@ -1,7 +1,7 @@
 import { Button } from '@mantine/core'
 import { useQuery } from '@tanstack/react-query'
 import { Link, Outlet, useLocation, useSearch } from '@tanstack/react-router'
-import { createContext, useContext, useEffect } from 'react'
+import { Suspense, createContext, lazy, useContext, useEffect } from 'react'
 import { servedStudies, study as studyQuery } from '../../api/queries'
 import { type Connection, useLive } from '../../api/live'
 import type { Progress, Study } from '../../api/types'
@@ -10,7 +10,9 @@ import { Answer } from '../../parts/Answer'
 import { JobHead, JobNotes } from '../../parts/JobHead'
 import { Page } from '../../parts/Page'
 import { studyRoute } from '../../router'
-import { StudyMenu } from './actions/StudyMenu'
+
+// Loaded after the study, as in the list: dialogs are opened later.
+const StudyMenu = lazy(async () => ({ default: (await import('./actions/StudyMenu')).StudyMenu }))
 
 /** The study of the page, its latest progress, and the state of the connection that brings it. */
 interface Followed {
@@ -62,7 +64,9 @@ export function StudyLayout() {
             title={study.name}
             before={
               <JobHead job={study} connection={connection}>
-                <StudyMenu study={study} />
+                <Suspense>
+                  <StudyMenu study={study} />
+                </Suspense>
               </JobHead>
             }
           >
