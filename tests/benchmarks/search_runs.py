@@ -23,6 +23,7 @@ from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import AlignedSpace
+from search_spaces.study.search import Hm3Options
 from service.store import Store
 from service.store.steps import (
     ChargedRequest,
@@ -411,12 +412,15 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
 def code_of(algorithm: str, *, losses: str = "workers.training.text_losses") -> str:
     """Digest of the code that decides a search's trials: its searcher, the coordinator, and what these import.
 
-    `losses` is the module with the losses of the tasks, if the search has gradients.
+    `losses` is the module with the losses of the tasks, if the search has gradients. For `hm3` the digest is also of
+    the defaults of its options, which a search may leave out.
     """
     name = "gradient" if algorithm == "auto" else algorithm
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "hm3":
-        modules += ["service.tune.proposing.checkpoints"]
+        code = code_digest(*modules, "service.tune.proposing.checkpoints")
+        defaults = json.dumps(Hm3Options().model_dump(mode="json"), sort_keys=True)
+        return hashlib.sha256(f"{code}{defaults}".encode()).hexdigest()[:16]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients", losses]
     return code_digest(*modules)
