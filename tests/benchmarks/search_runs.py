@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from search_spaces.recipe import Recipe
 from search_spaces.spaces.base import AlignedSpace
-from search_spaces.study.search import Hm3Options
+from search_spaces.study.search import Search
 from service.store import Store
 from service.store.steps import (
     ChargedRequest,
@@ -419,7 +419,7 @@ def code_of(algorithm: str, *, losses: str = "workers.training.text_losses") -> 
     modules = [f"service.tune.searchers.{name}", "service.tune.coordinator"]
     if name == "hm3":
         code = code_digest(*modules, "service.tune.proposing.checkpoints")
-        defaults = json.dumps(Hm3Options().model_dump(mode="json"), sort_keys=True)
+        defaults = json.dumps(Search().hm3.model_dump(mode="json"), sort_keys=True)
         return hashlib.sha256(f"{code}{defaults}".encode()).hexdigest()[:16]
     if name == "gradient":
         modules += ["service.tune.proposing.gradient_actor", "workers.training.gradients", losses]
