@@ -520,14 +520,11 @@ def show(result: dict[str, Any]) -> None:
 def rows_table(rows: Sequence[Mapping[str, Any]]) -> str:
     """Table of the fronts: hypervolumes, best mean on judge items, mean of the last third on search data, and costs."""
     lines = ["| search | search data | judge items | best mean | last third | merges of the front | different merges | "
-             "samples' worth | s |", "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+             "samples' worth |", "|---|---|---|---|---|---|---|---|"]  # fmt: skip
     for row in rows:
         cells = [_spread(row[key]) for key in ("search", "judge", "best_mean", "late")]
         cells += [f"{np.mean(row[key]):.0f}" for key in ("merges", "paths")]
-        lines.append(
-            f"| {label(row['name'])} | {' | '.join(cells)} | "
-            f"{np.mean(row['spent']):,.0f} | {np.mean(row['seconds']):.0f} |"
-        )
+        lines.append(f"| {label(row['name'])} | {' | '.join(cells)} | {np.mean(row['spent']):,.0f} |")
     return "\n".join(lines)
 
 
