@@ -26,7 +26,7 @@ ON_CPU = "GPU_TESTS_ON"
 
 
 def engines_on() -> str:
-    """Where the tests with vLLM run: "cuda" or "cpu"; "" if they do not run.
+    """Device of the tests with vLLM: "cuda" or "cpu"; "" if they do not run.
 
     Raises UsageError if the variable GPU_TESTS_ON has another value than "cpu".
     """

@@ -1,4 +1,4 @@
-"""What an engine answers with the merge that it holds, and its comparison with transformers."""
+"""Answers of an engine with the merge that it holds, and their comparison with transformers."""
 
 from __future__ import annotations
 

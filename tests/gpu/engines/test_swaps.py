@@ -44,7 +44,7 @@ class Warm:
 
 
 def lack(runner: str, mode: str) -> str | None:
-    """What this machine lacks for such an engine; None if it has all."""
+    """Reason why this machine cannot run such an engine; None if it can."""
     if engines_on() == "cuda":
         return None
     if runner == "v2":

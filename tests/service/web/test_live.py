@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -147,6 +148,14 @@ def test_a_table_waits_for_the_reader(browser: Browser, server: ApiServer) -> No
         expect(chip).to_have_count(0)
 
 
+def expect_in_history(page: Page, made: Sequence[TrialRecord], num_trials: int) -> None:
+    """Wait until the chart of the history has the first `num_trials` of the trials `made`."""
+    scored = sum(bool(trial.rungs) for trial in made[:num_trials])
+    words = re.compile(rf"of {scored} trials at full budget")
+    chart = page.get_by_role("img", name=re.compile("of every trial"))
+    expect(chart).to_have_attribute("aria-label", words, timeout=15_000)
+
+
 def test_a_chart_waits_for_the_reader(browser: Browser, server: ApiServer) -> None:
     """A chart does not change under the pointer: a button on it says how many trials are new, and shows them.
 
@@ -157,15 +166,9 @@ def test_a_chart_waits_for_the_reader(browser: Browser, server: ApiServer) -> No
         writer = begun(server)
         page = opened.goto(f"/studies/{writer.job_id}")
         expect(page.get_by_label("Connection")).to_have_text("live")
-        history = page.get_by_role("img", name=re.compile("of every trial"))
-
-        def shows(num_trials: int) -> None:
-            scored = sum(bool(trial.rungs) for trial in made[:num_trials])
-            words = re.compile(rf"of {scored} trials at full budget")
-            expect(history).to_have_attribute("aria-label", words, timeout=15_000)
-
+        shows = partial(expect_in_history, page, made)
         shows(9)
-        history.hover()
+        page.get_by_role("img", name=re.compile("of every trial")).hover()
         for trial in made[9:12]:
             assert trial.rungs
             write_trial(writer, trial)
@@ -194,13 +197,7 @@ def test_only_changed_trials_are_loaded_again(browser: Browser, server: ApiServe
         opened.page.on("response", lambda answer: answers.append(answer) if "/trials/columns?" in answer.url else None)
         page = opened.goto(f"/studies/{writer.job_id}")
         expect(page.get_by_label("Connection")).to_have_text("live")
-        history = page.get_by_role("img", name=re.compile("of every trial"))
-
-        def shows(num_trials: int) -> None:
-            scored = sum(bool(trial.rungs) for trial in made[:num_trials])
-            words = re.compile(rf"of {scored} trials at full budget")
-            expect(history).to_have_attribute("aria-label", words, timeout=15_000)
-
+        shows = partial(expect_in_history, page, made)
         shows(num_first)
         for number in range(num_first, num_first + num_later):
             write_trial(writer, made[number])
