@@ -14,8 +14,8 @@ proposed trials, losses and gradients count; those of sources and published reci
   (1,000 for each skill, which no search scored); paired differences from `hm3`. The policy is `conditioned` on 15
   preference vectors without a weight of 0. `hm3`, `moead`, `de`, `es`, `grid` and `random` search the same paths;
   `hm3_merged` to `random_merged` have one more model in the pool, merged by DARE-TIES with the weights of one of the
-  same 15 vectors. `de` and `es` have one objective, the mean, of 90 samples; their front is of the skills, on as many
-  samples of each as the others'. `lfs_dis` is LFS with half of the samples, and DIS with the other half, whose fourth
+  same 15 vectors. `de` and `es` have one objective, the mean of 90 samples of all skills; their front is that of the
+  skills on the same 90 samples. `lfs_dis` is LFS with half of the samples, and DIS with the other half, whose fourth
   model is the best merge of LFS.
 - `growth`: how the hypervolume on search data grows with the number of different paths, up to twice as many.
 - `ablations`: the method with and without each of its parts, among them mutants without a policy.
@@ -303,7 +303,8 @@ def search_of(spec: SearchSpec, *, before: Sequence[SearchSpec] = ()) -> Found:
         found = done(bench, spec)
         return front_found(bench, with_skills(bench, found) if spec.goal == "mean" else found)
 
-    return found_in(slug(spec), {"spec": asdict(spec)}, measure, spec, *before)
+    settings = {"spec": asdict(spec), **({"skills": "of the same samples"} if spec.goal == "mean" else {})}
+    return found_in(slug(spec), settings, measure, spec, *before)
 
 
 def found_in(name: str, settings: Mapping[str, Any], measure: Callable[[], Found], *specs: SearchSpec) -> Found:
@@ -348,11 +349,18 @@ def found_of(
 
 
 def with_skills(bench: Bench, found: Run) -> Run:
-    """A finished search of the mean, with the values of each skill added to its trials."""
+    """A finished search of the mean, with the values of each skill added to its trials.
+
+    The values are those of the samples that the search scored, so a trial has as many samples as with other searchers.
+    """
+    task = bench.preflight(found.spec).tasks.search["mean"]
+    num_scored, num_items = SAMPLES * NUM_SKILLS, bench.scorer.num_samples(task) // NUM_SKILLS
+    skill_of = bench.scorer.documents(task)[:num_scored] // num_items
 
     def scored(trial: Trial) -> Trial:
-        values = searched(bench, bench.recipe(found.spec, trial), found.spec.seed)
-        return replace(trial, values=dict(zip(bench.family.skills, values.tolist(), strict=True)))
+        is_right = bench.scorer.exact_matches(bench.recipe(found.spec, trial), task, 0, num_scored)
+        values = {name: float(is_right[skill_of == skill].mean()) for skill, name in enumerate(bench.family.skills)}
+        return replace(trial, values=values)
 
     return replace(found, trials=tuple(scored(trial) for trial in found.proposed().trials))
 

@@ -102,7 +102,8 @@ class OnePass:
         self._memory.mkdir(parents=True, exist_ok=True)
         self._bank = Bank(family, Placement.MAPPED)
         self._model = TrainableModel(self._bank, torch.float32, device=self._bank.device)
-        self._references = References(TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options)))
+        self._evaluator = TaskEvaluator(None, Prompts(self._bank.sources.result_dir, options))
+        self._references = References(self._evaluator)
         self._batches: dict[tuple[str, int, int], list[_Batch]] = {}
         self._contents: dict[str, str] = {}
         self._held: Mapping[str, Hashable] = {}
@@ -143,6 +144,10 @@ class OnePass:
 
     def num_samples(self, task: TaskSpec) -> int:
         return len(self._references.targets(task))
+
+    def documents(self, task: TaskSpec) -> NDArray[np.int64]:
+        """The index of each sample in its task's data, in the order of positions, [samples]."""
+        return np.array([index for _, index in self._evaluator.task(task).order])
 
     def _content(self, task: TaskSpec) -> str:
         """Digest of a task by its file's content, so that scores are also found in another clone."""
