@@ -57,6 +57,8 @@ from workers.types import Placement
 BENCHMARK = "hm3"
 FAMILY = "shipped"
 TRIALS, SAMPLES, NUM_SKILLS = 960, 30, 3
+# 720 * 30 + 720 / 6 * (90 - 30) samples of each skill are as many as 960 * 30.
+HALVED_TRIALS, MORE_SAMPLES, ETA = 720, 90, 6
 EPISODES = 30
 
 PATHS: Mapping[str, Any] = {"kind": "hm3", "min_path_length": 6, "max_path_length": 10}
@@ -79,34 +81,49 @@ GRADIENTS: Mapping[str, Any] = {"algorithm": "auto", "gradient": {"steps": 48, "
 
 @dataclass(frozen=True)
 class Method:
-    """A compared method: its section `search` and its space. With 1 objective, the search uses the mean of skills."""
+    """A compared method: its section `search` and its space. With 1 objective, the search uses the mean of skills.
+
+    If `is_halved` is True, successive halving scores the best merges on more samples after the search.
+    """
 
     search: Mapping[str, Any]
     space: Mapping[str, Any] | None = None
+    is_halved: bool = False
 
     @property
     def goal(self) -> str:
         return "skills" if Feature.OBJECTIVES in SEARCHERS[self.search["algorithm"]].handles else "mean"
 
     def spec(self, name: str, seed: int, *, family: str = FAMILY, trials: int = TRIALS) -> SearchSpec:
-        samples = SAMPLES if self.goal == "skills" else SAMPLES * NUM_SKILLS
+        joined = 1 if self.goal == "skills" else NUM_SKILLS  # skills of an objective
         # A policy repeats itself, and paths that were scored before cost nothing.
         repeats = 2 if self.search["algorithm"] == "hm3" else 1
-        search = {**self.search, "max_trials": repeats * trials}
-        fidelity = {"scheduler": "none", "max_samples": samples}
+        fidelity: dict[str, Any] = {"scheduler": "none", "max_samples": SAMPLES * joined}
         budget = trials * SAMPLES * NUM_SKILLS if self.search["algorithm"] in ("auto", "hm3") else None
+        if self.is_halved:
+            trials = HALVED_TRIALS
+            rungs = [SAMPLES * joined, MORE_SAMPLES * joined]
+            fidelity = {"scheduler": "successive_halving", "rungs": rungs, "eta": ETA}
+            # A search keeps the samples of one more trial at full budget for its next trial.
+            budget = trials * SAMPLES * NUM_SKILLS + (MORE_SAMPLES - SAMPLES) * NUM_SKILLS if repeats > 1 else None
+        search = {**self.search, "max_trials": repeats * trials}
         return SearchSpec(family, self.goal, name, seed, search, space=self.space, fidelity=fidelity, budget=budget)
 
 
 METHODS: Mapping[str, Method] = {
     **{name: Method(search, PATHS) for name, search in SEARCHES.items()},
     **{f"{name}_merged": Method({**search, **VECTORS}, MERGED) for name, search in SEARCHES.items()},
+    **{
+        f"{name}_merged_halving": Method({**SEARCHES[name], **VECTORS}, MERGED, is_halved=True)
+        for name in ("hm3", "moead", "es", "random")
+    },
     "dis": Method({"algorithm": "smac"}, {"kind": "dis", "preset": "d1m3r1"}),
     "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
     "layerwise": Method(GRADIENTS),
 }
 LABELS = {
     **{f"{name}_merged": f"`{name}`, a merged model in the pool" for name in SEARCHES},
+    **{f"{name}_merged_halving": f"`{name}`, a merged model in the pool, successive halving" for name in SEARCHES},
     "de": "`de` (of the mean)",
     "es": "`es` (of the mean)",
     "dis": "DIS, `smac`",
@@ -148,7 +165,8 @@ class Found:
     """Result of a search: its front, the hypervolume on search data, and the merges' `answers` [merges, skills, items].
 
     `late` is the mean on search data of the last third of all different proposals. `volumes` are the hypervolumes on
-    search data after NUM_DIFFERENT different proposals, or after all proposals if there are fewer.
+    search data after NUM_DIFFERENT different proposals, or after all proposals if there are fewer. `paths` is the number
+    of different proposals. With successive halving, the others are of the promoted trials alone.
     """
 
     search: float
@@ -320,11 +338,15 @@ def found_in(name: str, settings: Mapping[str, Any], measure: Callable[[], Found
 
 
 def front_found(bench: Bench, found: Run) -> Found:
+    """The front of the trials that the search has scored on its largest number of samples."""
     proposed = found.proposed().trials
     front = front_of(proposed)
-    return found_of(
-        proposed, front, [judged(bench, found, trial) for trial in front], spent=found.spent, seconds=found.seconds
-    )
+    judgments = [judged(bench, found, trial) for trial in front]
+    known = found_of(proposed, front, judgments, spent=found.spent, seconds=found.seconds)
+    if "rungs" not in found.spec.fidelity:
+        return known
+    promoted = (MORE_SAMPLES - SAMPLES) * NUM_SKILLS * known.paths
+    return replace(known, paths=(found.spent - promoted) // (SAMPLES * NUM_SKILLS))
 
 
 def found_of(
@@ -354,7 +376,9 @@ def with_skills(bench: Bench, found: Run) -> Run:
     The values are those of the samples that the search scored, so a trial has as many samples as with other searchers.
     """
     task = bench.preflight(found.spec).tasks.search["mean"]
-    num_scored, num_items = SAMPLES * NUM_SKILLS, bench.scorer.num_samples(task) // NUM_SKILLS
+    fidelity = found.spec.fidelity
+    num_scored = fidelity["rungs"][-1] if "rungs" in fidelity else fidelity["max_samples"]
+    num_items = bench.scorer.num_samples(task) // NUM_SKILLS
     skill_of = bench.scorer.documents(task)[:num_scored] // num_items
 
     def scored(trial: Trial) -> Trial:
