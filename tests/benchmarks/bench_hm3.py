@@ -165,8 +165,8 @@ class Found:
     """Result of a search: its front, the hypervolume on search data, and the merges' `answers` [merges, skills, items].
 
     `late` is the mean on search data of the last third of all different proposals. `volumes` are the hypervolumes on
-    search data after NUM_DIFFERENT different proposals, or after all proposals if there are fewer. `paths` is the number
-    of different proposals. With successive halving, the others are of the promoted trials alone.
+    search data after NUM_DIFFERENT different proposals, or after all proposals if there are fewer. `paths` is the
+    number of different proposals. With successive halving, the other figures are of the promoted trials alone.
     """
 
     search: float
