@@ -10,6 +10,7 @@ compare both first.
 
 from __future__ import annotations
 
+import json
 import os
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -29,8 +30,9 @@ from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import Reading, References, Target
 from workers.merging.bank import Bank
-from workers.merging.materialize import merge_into
+from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.plan import computations, plan_tensors
+from workers.models.merged_files import merged_config
 from workers.training.losses import minibatches
 from workers.training.model import TrainableModel
 from workers.types import (
@@ -108,6 +110,7 @@ class OnePass:
         self._contents: dict[str, str] = {}
         self._held: Mapping[str, Hashable] = {}
         self._path: tuple[str, Any] | None = None
+        self._path_models: dict[str, Any] = {}  # by configuration
         self.num_swaps = 0
 
     def score(self, request: ScoreRequest) -> ScoreResult:
@@ -164,8 +167,27 @@ class OnePass:
             self._hold(recipe)
             return self._model.module
         if self._path is None or self._path[0] != recipe.digest:
-            self._path = recipe.digest, merged_model(recipe, self._bank, dtype="float32")
+            self._path = None
+            self._path = recipe.digest, self._path_model(recipe)
         return self._path[1]
+
+    def _path_model(self, recipe: Recipe) -> Any:
+        """The transformers model of a path; paths without alignments and of equal configuration share one."""
+        if any(alignments_before(recipe)):
+            return merged_model(recipe, self._bank, dtype="float32")
+        config = merged_config(recipe, self._bank.base, self._bank.views(recipe.models), dtype="float32")
+        key = json.dumps(config, sort_keys=True)
+        if (model := self._path_models.get(key)) is None:
+            model = self._path_models[key] = merged_model(recipe, self._bank, dtype="float32")
+            return model
+        plan = plan_tensors(recipe, self._bank)
+        given = dict(merged_tensors(plan, self._bank, torch.float32))
+        found = model.load_state_dict(given, strict=False)
+        written = {model.get_parameter(name).data_ptr() for name in given if name not in found.unexpected_keys}
+        stale = [name for name in found.missing_keys if model.get_parameter(name).data_ptr() not in written]
+        if found.unexpected_keys or stale:
+            raise RuntimeError(f"the merge does not fit its model: {found.unexpected_keys} {stale}")
+        return model
 
     def _hold(self, recipe: Recipe) -> None:
         plan = plan_tensors(recipe, self._bank)
