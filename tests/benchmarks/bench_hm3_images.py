@@ -13,9 +13,9 @@ as well. The protocol was fixed before a judge image was scored:
   PCB-Merging for one of 15 preference vectors without a weight of 0; `moead_pcb`, `es_pcb` and `random_pcb`, other
   searchers with the pool of `hm3_pcb`. `es` has one objective, the mean of the tasks.
 - `hm3_pcb_halving`, `moead_pcb_halving` and `random_pcb_halving`, successive halving with as many samples: 360 merges'
-  worth of 30 images of each task, and the best 15 on 270. Their fronts are those on 270 images.
-- A search's merge is the one of its front (on the 30 images) that is best on 270 search images, by the mean of the
-  tasks. Each seed has its own search images.
+  worth of 30 images of each task, and the best 60 on 90. Their fronts are those on 90 images.
+- A search's merge is the one of its front that is best on 270 search images, by the mean of the tasks. Each seed has
+  its own search images.
 - Judged on held-out images: the merge on 1,000 of MNIST, 1,000 of Fashion-MNIST and 500 digits, the whole front on 500
   of each. Baselines that a search scores do not count for it.
 
@@ -57,7 +57,8 @@ from workers.serving.image_worker import ImageWorker
 BENCHMARK = "hm3_images"
 SEEDS = range(5)
 TRIALS, SAMPLES, EPISODES = 480, 30, 30
-HALVED_TRIALS, ETA = 360, 24  # 360 * 30 + 360 / 24 * (270 - 30) images of each task are as many as 480 * 30
+# 360 * 30 + 360 / 6 * (90 - 30) images of each task are as many as 480 * 30.
+HALVED_TRIALS, MORE_SAMPLES, ETA = 360, 90, 6
 FRONT_IMAGES = 500  # of each task, on which fronts are judged
 MAX_LAYERS = 7
 
@@ -91,13 +92,13 @@ class Method:
     @property
     def fidelity(self) -> Mapping[str, Any]:
         if self.is_halved:
-            return {"scheduler": "successive_halving", "rungs": [SAMPLES, FULL], "eta": ETA}
+            return {"scheduler": "successive_halving", "rungs": [SAMPLES, MORE_SAMPLES], "eta": ETA}
         return {"scheduler": "none", "max_samples": SAMPLES}
 
     @property
     def budget(self) -> int:
         """The limit of samples, in which a search keeps those of one more trial at full budget for its next trial."""
-        more = (FULL - SAMPLES) * len(TASKS) if self.is_halved else 0
+        more = (MORE_SAMPLES - SAMPLES) * len(TASKS) if self.is_halved else 0
         return self.num_trials * SAMPLES * len(TASKS) + more
 
 
@@ -112,7 +113,9 @@ SEARCHES: Mapping[str, Method] = {
 SEARCHES = {
     **SEARCHES,
     **{
-        f"{name}_halving": replace(SEARCHES[name], label=f"{SEARCHES[name].label}, the best on {FULL}", is_halved=True)
+        f"{name}_halving": replace(
+            SEARCHES[name], label=f"{SEARCHES[name].label}, the best on {MORE_SAMPLES}", is_halved=True
+        )
         for name in ("hm3_pcb", "moead_pcb", "random_pcb")
     },
 }
@@ -241,7 +244,7 @@ def of_search(name: str, seed: int) -> Found:
         trial.digest: (f"trial {trial.number}", bench().recipe(spec, trial), tuple(trial.values.values()))
         for trial in reversed(ran.proposed().trials)
     }
-    climbed = (FULL - SAMPLES) * len(TASKS) * len(merges) if SEARCHES[name].is_halved else 0
+    climbed = (MORE_SAMPLES - SAMPLES) * len(TASKS) * len(merges) if SEARCHES[name].is_halved else 0
     num_scored = (ran.spent - climbed) // (SAMPLES * len(TASKS)) if SEARCHES[name].is_halved else len(merges)
     return chosen(list(merges.values())[::-1], seed, spent=ran.spent, num_scored=num_scored)
 
