@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from search_spaces.baselines import all_baselines
+from search_spaces.recipe import Recipe
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.search import Search
@@ -255,3 +256,20 @@ def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
         elsewhere.append(replace(span, task=replace(span.task, task={**span.task.task, "file": str(file)})))  # type: ignore[dict-item]
     assert again.score(ScoreRequest("test", recipe, tuple(elsewhere))).samples == found.samples
     assert again.num_swaps == 0
+
+
+def test_paths_that_share_a_model_have_their_own_answers(tmp_path: Path) -> None:
+    """A path is answered alike after another path of as many layers and by a scorer of its own."""
+    bench = Bench.of(bench_hm3.FAMILY)
+    preflight = bench.preflight(bench_hm3.METHODS["random_merged"].spec("random_merged", 0))
+    task, rng = preflight.tasks.search["math"], np.random.default_rng(0)
+    drawn = (preflight.space.parameters.sample(rng) for _ in range(100))
+    paths = [preflight.space.to_recipe(each) for each in drawn if each["length"] == 7][:3]
+
+    def answers(name: str, *recipes: Recipe) -> list[list[bool]]:
+        scorer = OnePass(preflight.models.family, preflight.engine_options, memory=tmp_path / name)
+        return [scorer.exact_matches(recipe, task, 0, 60).tolist() for recipe in recipes]
+
+    together = answers("together", *paths)
+    assert together == [answers(str(number), path)[0] for number, path in enumerate(paths)]
+    assert len({tuple(each) for each in together}) == len(paths), "the paths differ"
