@@ -130,6 +130,8 @@ LABELS = {
     "lfs_dis": "LFS, then DIS with its best merge, `smac`",
     "layerwise": "`layerwise`, gradients",
 }
+OWN = ("hm3", "hm3_merged", "hm3_merged_halving")  # which are compared with all others
+LATER = range(5, 10)  # seeds on which no option was chosen
 GROWTH = ("hm3", "es", "random")
 NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
 
@@ -196,7 +198,7 @@ def run() -> dict[str, Any]:
 def fronts(seeds: range, names: Sequence[str] | None = None) -> dict[str, Any]:
     names = os.environ.get("HM3_METHODS", ",".join(METHODS)).split(",") if names is None else names
     found = {name: [found_by(name, seed) for seed in seeds] for name in names}
-    return part_of("fronts", found, [own for own in ("hm3", "hm3_merged") if own in found], seeds)
+    return part_of("fronts", found, [own for own in OWN if own in found], seeds)
 
 
 def methods_on_file(seeds: range) -> list[str]:
@@ -606,6 +608,8 @@ def _spread(values: Sequence[float]) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "fronts": lambda: rows_table(fronts(DEVELOPMENT, methods_on_file(DEVELOPMENT))["rows"]),
     "fronts-differences": lambda: minus_table(fronts(DEVELOPMENT, methods_on_file(DEVELOPMENT))["minus"]),
+    "fronts-later": lambda: rows_table(fronts(LATER, methods_on_file(LATER))["rows"]),
+    "fronts-later-differences": lambda: minus_table(fronts(LATER, methods_on_file(LATER))["minus"]),
     "growth": lambda: growth_table(growth(range(3))),
     "ablations": lambda: rows_table(ablations(DEVELOPMENT)["rows"]),
     "pools": lambda: rows_table(pools(DEVELOPMENT)["rows"]),
