@@ -116,9 +116,7 @@ def verify_on_free_gpus(
             asked = actor.num_needed.remote(num_parameters)
             if not ray.wait([asked], timeout=start_s)[0]:
                 log.warning(
-                    "%d GPUs of this machine did not become free for verification in %.0f s; the CPU computes",
-                    number,
-                    start_s,
+                    "verification got no GPUs of this machine (%d) in %.0f s; the CPU computes", number, start_s
                 )
                 return None
             needed: int | str = ray.get(asked)
@@ -137,7 +135,7 @@ def verify_on_free_gpus(
             ray.kill(actor)
             number = needed
             actor = _started(device, number, reserved)
-        log.info("verification runs on %d free GPUs", number)
+        log.info("verification runs on free GPUs of this machine: %d", number)
         report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
     except RayTaskError as error:
         if _is_of_gpu(error.cause) or isinstance(error.cause, InvalidModel):

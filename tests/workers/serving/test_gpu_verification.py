@@ -157,7 +157,7 @@ def test_a_large_model_is_divided(
     found = verify_on_free_gpus(arguments, options, resources=lambda: {"GPU": 2.0}, **given)
     assert found is not None
     assert numbers == [1, 2]
-    assert "verification runs on 2 free GPUs" in caplog.text
+    assert "verification runs on free GPUs of this machine: 2" in caplog.text
     here = verify(*arguments, **options)
     assert (found.num_samples, found.num_equal, found.num_beyond) == (4, here.num_equal, here.num_beyond)
     assert verify_on_free_gpus(arguments, options, resources=lambda: {"GPU": 1.0}, **given) is None
