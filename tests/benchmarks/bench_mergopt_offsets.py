@@ -9,13 +9,13 @@ computed:
 - `merges`: the offset of a real merge (equation 5) with AdamW's experts of the same seed on the other skills: an
   oracle, because a training knows no other experts
 
-The protocol was fixed before any judge item was read, but for the two smallest learning rates:
+The protocol was fixed before any judge item was read, but for the three smallest learning rates:
 
 - Families: `five`, a base that the shipped family's script trains on five skills (math, text, lookup, shift, order),
   seed 3; and `shipped`, the shipped base with its three skills, which takes a fifth of the time.
 - Experts: one for each skill, all layers, 200 updates of 12 rows, AdamW, linear schedule, as the shipped pipeline. Each
   expert has a seed of its own, for its batches and draws; arms have the same batches. Learning rate and b are the same
-  in all arms: the rate, one of five, is the one at which the tuned task arithmetic of AdamW's experts is the best on
+  in all arms: the rate, one of six, is the one at which the tuned task arithmetic of AdamW's experts is the best on
   search items of the pilot, which has another seed than the judged ones. b is the Laplace scale of the pilot's task
   vectors at that rate, in bfloat16 as they are written. `shipped-0.00025` is the shipped family at twice the best rate,
   which was the best of three at first.
@@ -71,7 +71,7 @@ NUM_SEEDS = 5
 PILOT_SEED = 100
 TRAINING_ITEMS, VALIDATION_ITEMS, JUDGE_ITEMS = 6000, 200, 1000
 STEPS = 200
-RATES = (6.25e-5, 1.25e-4, *DEFAULT_RATES)
+RATES = (3.125e-5, 6.25e-5, 1.25e-4, *DEFAULT_RATES)
 THREADS = 1
 
 ADAMW, LAPLACE, RESAMPLED, ORACLE = "adamw", "mergopt", "task_vectors", "merges"
