@@ -354,6 +354,7 @@ class Experiment:
 
 
 Vector = Mapping[str, torch.Tensor]
+TWICE = "shipped-0.00025"
 EXPERIMENTS = {
     experiment.name: experiment
     for experiment in (
@@ -414,13 +415,20 @@ def seeds_on_file(measure: Callable[[str, int], Any], arms: Sequence[str] = ARMS
     return found
 
 
-def comparison(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
-    """For each arm, the accuracy of experts and merges, and differences from AdamW's merges with intervals."""
+def comparison(
+    experiment: Experiment, seeds: Sequence[int], *, baseline: Experiment | None = None
+) -> dict[str, dict[str, Any]]:
+    """For each arm, the accuracy of experts and merges, and differences from AdamW's merges with intervals.
+
+    AdamW's merges are those of `baseline` if it is given, with a learning rate of its own, else of `experiment`.
+    """
     runs = {arm: [experiment.judged(arm, seed) for seed in seeds] for arm in ARMS}
+    theirs = runs[ADAMW] if baseline is None else [baseline.judged(ADAMW, seed) for seed in seeds]
+    place = experiment.name if baseline is None else f"{experiment.name}-minus-{baseline.name}"
 
     def gain(arm: str, name: str) -> dict[str, float]:
-        ours, theirs = ([np.stack([each["answers"][name] for each in runs[a]])] for a in (arm, ADAMW))
-        return compared(BENCHMARK, f"{experiment.name}/{arm}-{name.replace(' ', '-')}", interval, ours, theirs)
+        pair = ([np.stack([each["answers"][name] for each in of])] for of in (runs[arm], theirs))
+        return compared(BENCHMARK, f"{place}/{arm}-{name.replace(' ', '-')}", interval, *pair)
 
     names = list(runs[ADAMW][0]["answers"])
     return {
@@ -428,7 +436,7 @@ def comparison(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
             "own": float(np.mean([each["own"] for each in own])),
             "seconds": float(np.mean([each["seconds"] for each in own])),
             "values": {name: float(np.mean([each["answers"][name] for each in own])) for name in names},
-            "gains": {name: gain(arm, name) for name in names} if arm != ADAMW else {},
+            "gains": {name: gain(arm, name) for name in names} if arm != ADAMW or baseline is not None else {},
         }
         for arm, own in runs.items()
     }
@@ -442,10 +450,10 @@ def cells_of(row: Mapping[str, float]) -> str:
     return " | ".join(f"{value:.3f}" for value in row.values())
 
 
-def arms_table(experiment: Experiment) -> str:
+def arms_table(experiment: Experiment, *, baseline: Experiment | None = None) -> str:
     """Table of judge accuracy of experts and of merges of all experts, with differences from AdamW's merges."""
     seeds = seeds_on_file(experiment.judged)
-    rows = comparison(experiment, seeds)
+    rows = comparison(experiment, seeds, baseline=baseline)
 
     def cell(row: Mapping[str, Any], name: str) -> str:
         gain = row["gains"].get(name)
@@ -510,5 +518,9 @@ def resemblance_table(experiment: Experiment) -> str:
 
 # Parts that were not measured yet have no table in docs.
 TABLES: dict[str, Callable[[], str]] = {
-    "shipped-resemblance": lambda: resemblance_table(EXPERIMENTS["shipped"]),
+    **{f"{name}-resemblance": partial(resemblance_table, EXPERIMENTS[name]) for name in ("shipped", "five")},
+    **{f"{name}-arms": partial(arms_table, EXPERIMENTS[name]) for name in ("shipped", "five")},
+    **{f"{name}-curves": partial(curves_table, EXPERIMENTS[name]) for name in ("shipped", "five")},
+    # AdamW has its best learning rate, the other arms twice this rate.
+    "shipped-twice-the-rate": partial(arms_table, EXPERIMENTS[TWICE], baseline=EXPERIMENTS["shipped"]),
 }
