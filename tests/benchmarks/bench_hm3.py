@@ -14,9 +14,10 @@ proposed trials, losses and gradients count; those of sources and published reci
   (1,000 for each skill, which no search scored); paired differences from `hm3`. The policy is `conditioned` on 15
   preference vectors without a weight of 0. `hm3`, `moead`, `de`, `es`, `grid` and `random` search the same paths;
   `hm3_merged` to `random_merged` have one more model in the pool, merged by DARE-TIES with the weights of one of the
-  same 15 vectors. `de` and `es` have one objective, the mean of 90 samples of all skills; their front is that of the
-  skills on the same 90 samples. `lfs_dis` is LFS with half of the samples, and DIS with the other half, whose fourth
-  model is the best merge of LFS.
+  same 15 vectors; with `_halving`, successive halving scores the best sixth of 720 merges on 90 samples of each skill,
+  and with `_60` half as many merges are scored on 60. `de` and `es` have one objective, the mean of 90 samples of all
+  skills; their front is that of the skills on the same samples. `lfs_dis` is LFS with half of the samples, and DIS with
+  the other half, whose fourth model is the best merge of LFS.
 - `growth`: how the hypervolume on search data grows with the number of different paths, up to twice as many.
 - `ablations`: the method with and without each of its parts, among them mutants without a policy.
 - `pools`: task arithmetic, PCB-Merging and consensus merging, alone and as models of the pool, as in the authors'
@@ -59,6 +60,7 @@ FAMILY = "shipped"
 TRIALS, SAMPLES, NUM_SKILLS = 960, 30, 3
 # 720 * 30 + 720 / 6 * (90 - 30) samples of each skill are as many as 960 * 30.
 HALVED_TRIALS, MORE_SAMPLES, ETA = 720, 90, 6
+TWICE = 2 * SAMPLES  # of half as many merges
 EPISODES = 30
 
 PATHS: Mapping[str, Any] = {"kind": "hm3", "min_path_length": 6, "max_path_length": 10}
@@ -72,6 +74,8 @@ VECTORS: Mapping[str, Any] = {"preferences": {"lattice": 7, "interior": True}}
 # A third of the policy's iterations explore less and less.
 LEARNING = {"policy": "conditioned", "episodes": EPISODES, "explored": TRIALS // EPISODES // 3}
 POLICY: Mapping[str, Any] = {"algorithm": "hm3", "hm3": LEARNING, **VECTORS}
+# Half as many iterations, and the archive that was the best of 8 and 32 on scores of a model of earlier searches.
+ON_TWICE = {**POLICY, "hm3": {**LEARNING, "explored": TRIALS // 2 // EPISODES // 3, "archive": 8}}
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
     "hm3": POLICY,
     **{name: {"algorithm": name} for name in ("moead", "de", "es", "grid", "random")},
@@ -83,12 +87,14 @@ GRADIENTS: Mapping[str, Any] = {"algorithm": "auto", "gradient": {"steps": 48, "
 class Method:
     """A compared method: its section `search` and its space. With 1 objective, the search uses the mean of skills.
 
-    If `is_halved` is True, successive halving scores the best merges on more samples after the search.
+    `num_samples` is the number of samples of each skill for a merge; with more samples, fewer merges are scored. If
+    `is_halved` is True, successive halving scores the best merges on more samples after the search.
     """
 
     search: Mapping[str, Any]
     space: Mapping[str, Any] | None = None
     is_halved: bool = False
+    num_samples: int = SAMPLES
 
     @property
     def goal(self) -> str:
@@ -98,7 +104,7 @@ class Method:
         joined = 1 if self.goal == "skills" else NUM_SKILLS  # skills of an objective
         # A policy repeats itself, and paths that were scored before cost nothing.
         repeats = 2 if self.search["algorithm"] == "hm3" else 1
-        fidelity: dict[str, Any] = {"scheduler": "none", "max_samples": SAMPLES * joined}
+        fidelity: dict[str, Any] = {"scheduler": "none", "max_samples": self.num_samples * joined}
         budget = trials * SAMPLES * NUM_SKILLS if self.search["algorithm"] in ("auto", "hm3") else None
         if self.is_halved:
             trials = HALVED_TRIALS
@@ -106,7 +112,7 @@ class Method:
             fidelity = {"scheduler": "successive_halving", "rungs": rungs, "eta": ETA}
             # A search keeps the samples of one more trial at full budget for its next trial.
             budget = trials * SAMPLES * NUM_SKILLS + (MORE_SAMPLES - SAMPLES) * NUM_SKILLS if repeats > 1 else None
-        search = {**self.search, "max_trials": repeats * trials}
+        search = {**self.search, "max_trials": repeats * (trials * SAMPLES // self.num_samples)}
         return SearchSpec(family, self.goal, name, seed, search, space=self.space, fidelity=fidelity, budget=budget)
 
 
@@ -117,6 +123,11 @@ METHODS: Mapping[str, Method] = {
         f"{name}_merged_halving": Method({**SEARCHES[name], **VECTORS}, MERGED, is_halved=True)
         for name in ("hm3", "moead", "es", "random")
     },
+    **{
+        f"{name}_merged_60": Method({**search, **VECTORS}, MERGED, num_samples=TWICE)
+        for name, search in {**SEARCHES, "hm3": ON_TWICE}.items()
+        if name in ("hm3", "moead", "es", "random")
+    },
     "dis": Method({"algorithm": "smac"}, {"kind": "dis", "preset": "d1m3r1"}),
     "lfs_dis": Method({"algorithm": "smac"}, {"kind": "lfs", "preset": "paper"}),
     "layerwise": Method(GRADIENTS),
@@ -124,12 +135,15 @@ METHODS: Mapping[str, Method] = {
 LABELS = {
     **{f"{name}_merged": f"`{name}`, a merged model in the pool" for name in SEARCHES},
     **{f"{name}_merged_halving": f"`{name}`, a merged model in the pool, successive halving" for name in SEARCHES},
+    **{f"{name}_merged_60": f"`{name}`, a merged model in the pool, {TWICE} samples" for name in SEARCHES},
     "de": "`de` (of the mean)",
     "es": "`es` (of the mean)",
     "dis": "DIS, `smac`",
     "lfs_dis": "LFS, then DIS with its best merge, `smac`",
     "layerwise": "`layerwise`, gradients",
 }
+OWN = ("hm3", "hm3_merged", "hm3_merged_halving", "hm3_merged_60")  # which are compared with all others
+LATER = range(5, 10)  # seeds on which no option was chosen
 GROWTH = ("hm3", "es", "random")
 NUM_DIFFERENT = (120, 240, 480, 960, 1440, 1920)
 
@@ -196,7 +210,7 @@ def run() -> dict[str, Any]:
 def fronts(seeds: range, names: Sequence[str] | None = None) -> dict[str, Any]:
     names = os.environ.get("HM3_METHODS", ",".join(METHODS)).split(",") if names is None else names
     found = {name: [found_by(name, seed) for seed in seeds] for name in names}
-    return part_of("fronts", found, [own for own in ("hm3", "hm3_merged") if own in found], seeds)
+    return part_of("fronts", found, [own for own in OWN if own in found], seeds)
 
 
 def methods_on_file(seeds: range) -> list[str]:
@@ -606,6 +620,8 @@ def _spread(values: Sequence[float]) -> str:
 TABLES: Mapping[str, Callable[[], str]] = {
     "fronts": lambda: rows_table(fronts(DEVELOPMENT, methods_on_file(DEVELOPMENT))["rows"]),
     "fronts-differences": lambda: minus_table(fronts(DEVELOPMENT, methods_on_file(DEVELOPMENT))["minus"]),
+    "fronts-later": lambda: rows_table(fronts(LATER, methods_on_file(LATER))["rows"]),
+    "fronts-later-differences": lambda: minus_table(fronts(LATER, methods_on_file(LATER))["minus"]),
     "growth": lambda: growth_table(growth(range(3))),
     "ablations": lambda: rows_table(ablations(DEVELOPMENT)["rows"]),
     "pools": lambda: rows_table(pools(DEVELOPMENT)["rows"]),

@@ -9,15 +9,16 @@ computed:
 - `merges`: the offset of a real merge (equation 5) with AdamW's experts of the same seed on the other skills: an
   oracle, because a training knows no other experts
 
-The protocol was fixed before any judge item was read:
+The protocol was fixed before any judge item was read, but for the three smallest learning rates:
 
 - Families: `five`, a base that the shipped family's script trains on five skills (math, text, lookup, shift, order),
   seed 3; and `shipped`, the shipped base with its three skills, which takes a fifth of the time.
 - Experts: one for each skill, all layers, 200 updates of 12 rows, AdamW, linear schedule, as the shipped pipeline. Each
   expert has a seed of its own, for its batches and draws; arms have the same batches. Learning rate and b are the same
-  in all arms: the rate, one of three, is the one at which the tuned task arithmetic of AdamW's experts is the best on
+  in all arms: the rate, one of six, is the one at which the tuned task arithmetic of AdamW's experts is the best on
   search items of the pilot, which has another seed than the judged ones. b is the Laplace scale of the pilot's task
-  vectors at that rate, in bfloat16 as they are written.
+  vectors at that rate, in bfloat16 as they are written. `shipped-0.00025` is the shipped family at twice the best rate,
+  which was the best of three at first.
 - Merges of all experts at a fixed alpha (task arithmetic with 0.3, the value that the paper calls common, and weight
   averaging), and by each method at its coefficient that is the best on 200 search items a skill.
 - Judgment: merges are judged on 1,000 held-out items a skill. Differences from AdamW are paired by seed and item.
@@ -70,6 +71,7 @@ NUM_SEEDS = 5
 PILOT_SEED = 100
 TRAINING_ITEMS, VALIDATION_ITEMS, JUDGE_ITEMS = 6000, 200, 1000
 STEPS = 200
+RATES = (3.125e-5, 6.25e-5, 1.25e-4, *DEFAULT_RATES)
 THREADS = 1
 
 ADAMW, LAPLACE, RESAMPLED, ORACLE = "adamw", "mergopt", "task_vectors", "merges"
@@ -83,7 +85,7 @@ def run() -> dict[str, Any]:
     torch.set_num_threads(THREADS)
     experiment = EXPERIMENTS[os.environ.get("MERGOPT_OFFSETS", "five")]
     seeds = range(int(os.environ.get("MERGOPT_OFFSETS_SEEDS", NUM_SEEDS)))
-    result: dict[str, Any] = {"family": experiment.family.name, "pilot": experiment.pilot()}
+    result: dict[str, Any] = {"experiment": experiment.name, "pilot": experiment.pilot()}
     result["resemblance"] = experiment.resemblance()
     measures: dict[str, Callable[[str, int], Any]] = {
         "all": experiment.judged,
@@ -101,7 +103,7 @@ def run() -> dict[str, Any]:
 
 def show(result: dict[str, Any]) -> None:
     print(result["pilot"])
-    experiment = EXPERIMENTS[result["family"]]
+    experiment = EXPERIMENTS[result["experiment"]]
     for table in (resemblance_table, arms_table, curves_table, numbers_table, mixed_table):
         try:
             with files_alone():
@@ -112,9 +114,17 @@ def show(result: dict[str, Any]) -> None:
 
 @dataclass(frozen=True)
 class Experiment:
-    """The arms of one family; missing experts are trained."""
+    """The arms of one family; missing experts are trained.
+
+    `given_rate` is a learning rate in place of the best one.
+    """
 
     family: TrainedFamily
+    given_rate: float | None = None
+
+    @property
+    def name(self) -> str:
+        return self.family.name if self.given_rate is None else f"{self.family.name}-{self.given_rate:g}"
 
     @property
     def skills(self) -> tuple[str, ...]:
@@ -191,7 +201,7 @@ class Experiment:
         }
         return kept(
             BENCHMARK,
-            f"{self.family.name}/{name}",
+            f"{self.name}/{name}",
             {**shared, **settings},
             measure,
             depends=lambda: {
@@ -216,11 +226,15 @@ class Experiment:
             merged = {str(lambda_): accuracy(lambda_) for lambda_ in TASK_ARITHMETIC}
             return {"rate": rate, "own": float(own), "merged": merged, "b": float(f"{scale:.2g}")}
 
-        settings = {"rates": DEFAULT_RATES, "seed": PILOT_SEED}
-        return self.arm("pilot", settings, lambda: {"rates": [of_rate(rate) for rate in DEFAULT_RATES]})
+        if self.given_rate is not None:
+            return Experiment(self.family).pilot()
+        settings = {"rates": RATES, "seed": PILOT_SEED}
+        return self.arm("pilot", settings, lambda: {"rates": [of_rate(rate) for rate in RATES]})
 
     def _chosen(self) -> dict[str, Any]:
         rates: list[dict[str, Any]] = self.pilot()["rates"]
+        if self.given_rate is not None:
+            return next(each for each in rates if each["rate"] == self.given_rate)
         return max(rates, key=lambda each: max(each["merged"].values()))
 
     @cached_property
@@ -340,9 +354,14 @@ class Experiment:
 
 
 Vector = Mapping[str, torch.Tensor]
+TWICE = "shipped-0.00025"
 EXPERIMENTS = {
-    name: Experiment(family)
-    for name, family in (("shipped", FAMILIES["shipped"]), ("five", TrainedFamily("five", tuple(SKILLS), seed=3)))
+    experiment.name: experiment
+    for experiment in (
+        Experiment(FAMILIES["shipped"]),
+        Experiment(FAMILIES["shipped"], given_rate=2.5e-4),
+        Experiment(TrainedFamily("five", tuple(SKILLS), seed=3)),
+    )
 }
 
 
@@ -396,13 +415,20 @@ def seeds_on_file(measure: Callable[[str, int], Any], arms: Sequence[str] = ARMS
     return found
 
 
-def comparison(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
-    """For each arm, the accuracy of experts and merges, and differences from AdamW's merges with intervals."""
+def comparison(
+    experiment: Experiment, seeds: Sequence[int], *, baseline: Experiment | None = None
+) -> dict[str, dict[str, Any]]:
+    """For each arm, the accuracy of experts and merges, and differences from AdamW's merges with intervals.
+
+    AdamW's merges are those of `baseline` if it is given, with a learning rate of its own, else of `experiment`.
+    """
     runs = {arm: [experiment.judged(arm, seed) for seed in seeds] for arm in ARMS}
+    theirs = runs[ADAMW] if baseline is None else [baseline.judged(ADAMW, seed) for seed in seeds]
+    place = experiment.name if baseline is None else f"{experiment.name}-minus-{baseline.name}"
 
     def gain(arm: str, name: str) -> dict[str, float]:
-        ours, theirs = ([np.stack([each["answers"][name] for each in runs[a]])] for a in (arm, ADAMW))
-        return compared(BENCHMARK, f"{experiment.family.name}/{arm}-{name.replace(' ', '-')}", interval, ours, theirs)
+        pair = ([np.stack([each["answers"][name] for each in of])] for of in (runs[arm], theirs))
+        return compared(BENCHMARK, f"{place}/{arm}-{name.replace(' ', '-')}", interval, *pair)
 
     names = list(runs[ADAMW][0]["answers"])
     return {
@@ -410,7 +436,7 @@ def comparison(experiment: Experiment, seeds: Sequence[int]) -> dict[str, Any]:
             "own": float(np.mean([each["own"] for each in own])),
             "seconds": float(np.mean([each["seconds"] for each in own])),
             "values": {name: float(np.mean([each["answers"][name] for each in own])) for name in names},
-            "gains": {name: gain(arm, name) for name in names} if arm != ADAMW else {},
+            "gains": {name: gain(arm, name) for name in names} if arm != ADAMW or baseline is not None else {},
         }
         for arm, own in runs.items()
     }
@@ -424,10 +450,10 @@ def cells_of(row: Mapping[str, float]) -> str:
     return " | ".join(f"{value:.3f}" for value in row.values())
 
 
-def arms_table(experiment: Experiment) -> str:
+def arms_table(experiment: Experiment, *, baseline: Experiment | None = None) -> str:
     """Table of judge accuracy of experts and of merges of all experts, with differences from AdamW's merges."""
     seeds = seeds_on_file(experiment.judged)
-    rows = comparison(experiment, seeds)
+    rows = comparison(experiment, seeds, baseline=baseline)
 
     def cell(row: Mapping[str, Any], name: str) -> str:
         gain = row["gains"].get(name)
@@ -492,5 +518,9 @@ def resemblance_table(experiment: Experiment) -> str:
 
 # Parts that were not measured yet have no table in docs.
 TABLES: dict[str, Callable[[], str]] = {
-    "shipped-resemblance": lambda: resemblance_table(EXPERIMENTS["shipped"]),
+    **{f"{name}-resemblance": partial(resemblance_table, EXPERIMENTS[name]) for name in ("shipped", "five")},
+    **{f"{name}-arms": partial(arms_table, EXPERIMENTS[name]) for name in ("shipped", "five")},
+    **{f"{name}-curves": partial(curves_table, EXPERIMENTS[name]) for name in ("shipped", "five")},
+    # AdamW has its best learning rate, the other arms twice this rate.
+    "shipped-twice-the-rate": partial(arms_table, EXPERIMENTS[TWICE], baseline=EXPERIMENTS["shipped"]),
 }

@@ -12,7 +12,6 @@ from search_spaces.recipe import Merge
 from tests.benchmarks import arms, search_intervals
 from tests.benchmarks import bench_mergopt_offsets as bench
 from tests.benchmarks.arms import NotKept, files_alone
-from tests.benchmarks.bench_mergopt_quality import DEFAULT_RATES
 from workers.training.mergopt.fit import Fit
 
 SHIPPED = bench.EXPERIMENTS["shipped"]
@@ -52,7 +51,7 @@ def experiment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> bench.Experim
 def test_the_pilot_chooses_rate_and_scale(experiment: bench.Experiment) -> None:
     """The rate is that with the best task arithmetic on search items; b is the scale at that rate, of two digits."""
     assert (experiment.rate, experiment.scale) == (RATE, 0.0023)
-    assert [each["rate"] for each in experiment.pilot()["rates"]] == list(DEFAULT_RATES)
+    assert [each["rate"] for each in experiment.pilot()["rates"]] == list(bench.RATES)
 
 
 def test_arms_differ_in_the_offset_alone(experiment: bench.Experiment) -> None:

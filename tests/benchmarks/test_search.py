@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from search_spaces.baselines import all_baselines
+from search_spaces.recipe import Recipe
 from search_spaces.spaces.layer_paths import MERGED, LayerPaths
 from search_spaces.study.engine import EngineOptions
 from search_spaces.study.search import Search
@@ -121,6 +122,40 @@ def test_searchers_of_paths_have_the_same_pools(name: str) -> None:
         assert {each.digest for each in of_this.pool.values()} == {each.digest for each in own.space.pool.values()}
 
 
+@pytest.mark.parametrize(("name", "num_scored"), [("es_merged", 90), ("es_merged_halving", 270)])
+def test_fronts_of_the_mean_are_of_the_samples_that_were_scored(
+    monkeypatch: pytest.MonkeyPatch, name: str, num_scored: int
+) -> None:
+    """A searcher of the mean has no samples for its front that its search did not score."""
+    bench = Bench.of(bench_hm3.FAMILY)
+    spec = bench_hm3.METHODS[name].spec(name, 0)
+    preflight = bench.preflight(spec)
+    configuration = preflight.space.parameters.sample(np.random.default_rng(0))
+    digest = preflight.space.to_recipe(configuration).digest
+    trial = Trial(0, "search", "", configuration, digest, {"mean": 0.5}, num_scored)
+    asked: list[tuple[Any, int, int]] = []
+
+    def exact_matches(recipe: Any, task: Any, start: int, stop: int) -> Any:
+        asked.append((task, start, stop))
+        return bench.scorer.documents(task)[start:stop] < 900  # the items of the first skill are right
+
+    monkeypatch.setattr(bench.scorer, "exact_matches", exact_matches)
+    found = bench_hm3.with_skills(bench, Run(spec, (trial,), num_scored, (), 0.0))
+    assert asked == [(preflight.tasks.search["mean"], 0, num_scored)]
+    assert dict(found.trials[0].values) == {"math": 1.0, "text": 0.0, "lookup": 0.0}
+
+
+@pytest.mark.parametrize("name", ["hm3", "moead", "es", "random"])
+def test_successive_halving_takes_as_many_samples(name: str) -> None:
+    """With successive halving, a search of layer paths scores as many samples as without."""
+    spec = bench_hm3.METHODS[f"{name}_merged_halving"].spec("halving", 0)
+    budget = Bench.of(bench_hm3.FAMILY).preflight(spec).budget
+    totals = [sum(each.values()) for each in budget.rung_samples]
+    trials = bench_hm3.HALVED_TRIALS
+    assert trials * totals[0] + trials // bench_hm3.ETA * (totals[1] - totals[0]) == 960 * 90
+    assert spec.budget in (None, trials * totals[0] + totals[1] - totals[0])
+
+
 @pytest.mark.parametrize("name", bench_hm3.ABLATIONS)
 def test_ablations_are_studies(name: str) -> None:
     spec = bench_hm3.ABLATIONS[name].spec(bench_hm3.spec_name(name), 0)
@@ -221,3 +256,20 @@ def test_one_pass_scores_as_greedy_decoding_does(tmp_path: Path) -> None:
         elsewhere.append(replace(span, task=replace(span.task, task={**span.task.task, "file": str(file)})))  # type: ignore[dict-item]
     assert again.score(ScoreRequest("test", recipe, tuple(elsewhere))).samples == found.samples
     assert again.num_swaps == 0
+
+
+def test_paths_that_share_a_model_have_their_own_answers(tmp_path: Path) -> None:
+    """A path is answered alike after another path of as many layers and by a scorer of its own."""
+    bench = Bench.of(bench_hm3.FAMILY)
+    preflight = bench.preflight(bench_hm3.METHODS["random_merged"].spec("random_merged", 0))
+    task, rng = preflight.tasks.search["math"], np.random.default_rng(0)
+    drawn = (preflight.space.parameters.sample(rng) for _ in range(100))
+    paths = [preflight.space.to_recipe(each) for each in drawn if each["length"] == 7][:3]
+
+    def answers(name: str, *recipes: Recipe) -> list[list[bool]]:
+        scorer = OnePass(preflight.models.family, preflight.engine_options, memory=tmp_path / name)
+        return [scorer.exact_matches(recipe, task, 0, 60).tolist() for recipe in recipes]
+
+    together = answers("together", *paths)
+    assert together == [answers(str(number), path)[0] for number, path in enumerate(paths)]
+    assert len({tuple(each) for each in together}) == len(paths), "the paths differ"

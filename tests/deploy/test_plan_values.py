@@ -24,7 +24,7 @@ PLACEMENT = StudyPlacement(
     gpu_capacity=0,
     host_capacity=0,
     lacks=(),
-    verifies_on_gpu=False,
+    verification_gpus=0,
     num_parameters=0,
 )
 

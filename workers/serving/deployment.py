@@ -22,7 +22,7 @@ from workers.serving.application import (
     is_on_cpu,
     num_replicas,
 )
-from workers.serving.gpu_verification import verify_on_free_gpu
+from workers.serving.gpu_verification import verify_on_free_gpus
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
 from workers.serving.start_phases import forget_starts
@@ -171,7 +171,7 @@ def deploy_scorer(
             own: dict[str, Any] = {}
             if modality.runs_on_vllm:
                 most_engines = replicas if keep_idle_s is None else max_replicas
-                own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpu}
+                own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpus}
             own_worker = functools.partial(modality.worker_class(), family, options, **own)
             forget_starts(name)
             application = deployment.bind(make_worker or own_worker, time_limits)

@@ -71,7 +71,7 @@ class EngineWorker:
     stay loaded. `family` has the base model and its experts, and `options` are the options of the engine.
     `most_engines` is the largest number of equal engines in the cluster, from which each engine computes its share of
     its machine's memory; None means one for each GPU. `verify_elsewhere` verifies an export in another process
-    (function `gpu_verification.verify_on_free_gpu`). If it returns None or is not given, this process verifies. Raises
+    (function `gpu_verification.verify_on_free_gpus`). If it returns None or is not given, this process verifies. Raises
     EngineUnavailable if the engine does not start.
     """
 

@@ -1,61 +1,81 @@
-"""Verification of an export on a free GPU of this machine, in a separate process.
+"""Verification of an export on free GPUs of this machine, in a separate process.
 
 On a CPU in float32, verification of a model with 8B parameters takes a quarter of an hour or more. During this time,
-the replica scores nothing. If no GPU is free, the replica verifies on the CPU.
+the replica scores nothing. A model that is too large for one GPU is divided over several, by layers. If not enough GPUs
+are free, the replica verifies on the CPU.
 """
 
 from __future__ import annotations
 
 import logging
+import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
+from workers.errors import InvalidModel
 from workers.types import VerificationReport
 
-__all__ = ["BYTES_PER_PARAMETER", "verify_on_free_gpu"]
+__all__ = ["BYTES_PER_PARAMETER", "verify_on_free_gpus"]
 
 log = logging.getLogger(__name__)
 
 # Seconds until a process with a GPU must be ready: it imports torch. A GPU of another machine does not help.
 START_S = 120.0
 
-GPU: Mapping[str, Any] = {"num_cpus": 0, "num_gpus": 1}
-
 # Float32 weights, and room for activations and logits.
 BYTES_PER_PARAMETER = 5
 
 
 class GpuVerifier:
-    """Ray actor that verifies one export on the device that Ray has assigned to its process.
+    """Ray actor that verifies one export on the devices that Ray has assigned to its process.
 
-    `device` is the device, such as "cuda". On "cpu", which tests use, memory is not checked.
+    `device` is the kind of device, such as "cuda", and `number` is the number of devices. On "cpu", which tests use,
+    memory is not checked.
     """
 
-    def __init__(self, device: str) -> None:
+    def __init__(self, device: str, number: int) -> None:
         self._device = device
+        self._number = number
 
-    def lack(self, num_parameters: int) -> str | None:
-        """Reason why a model with `num_parameters` parameters cannot be verified on this device; None if it can be."""
+    def num_needed(self, num_parameters: int) -> int | str:
+        """Number of devices that a model with `num_parameters` parameters needs, or the reason why none can be used.
+
+        The number is computed from the free memory of the devices of this process, and is at least their number.
+        """
         import torch
 
         if self._device == "cpu":
-            return None
+            return self._number
         if not torch.cuda.is_available():
             return "PyTorch finds no GPU in the process that Ray gave one"
-        free, _ = torch.cuda.mem_get_info()
-        needed = BYTES_PER_PARAMETER * num_parameters
-        return (
-            None if needed <= free else f"{needed / 2**30:.1f} GiB are needed on the GPU, {free / 2**30:.1f} are free"
-        )
+        free = min(torch.cuda.mem_get_info(index)[0] for index in range(self._number))
+        return max(self._number, math.ceil(BYTES_PER_PARAMETER * num_parameters / max(free, 1)))
 
     def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
-        """Call the function `verification.verify` with these arguments, on the device of this process."""
+        """Call the function `verification.verify` with these arguments, on the devices of this process.
+
+        Raises InvalidModel if the model cannot be divided over several devices.
+        """
+        import torch
+
+        from workers.engines.transformers.backend import float32_model
         from workers.engines.transformers.verification import verify
+        from workers.training.model import place
 
-        return verify(*args, **kwargs, device=self._device)
+        if self._number == 1:
+            return verify(*args, **kwargs, device=self._device)
+        directory = args[1]
+        model = float32_model(directory)
+        place(model, [torch.device(self._device, index) for index in range(self._number)])
+        return verify(*args, **{**kwargs, "model": model})
 
 
-def verify_on_free_gpu(
+def gpus(number: int) -> Mapping[str, Any]:
+    """Ray options that reserve this number of GPUs."""
+    return {"num_cpus": 0, "num_gpus": number}
+
+
+def verify_on_free_gpus(
     arguments: tuple[Any, ...],
     options: Mapping[str, Any],
     *,
@@ -63,46 +83,62 @@ def verify_on_free_gpu(
     device: str = "cuda",
     start_s: float = START_S,
     resources: Callable[[], Mapping[str, float]] | None = None,
-    reserved: Mapping[str, Any] = GPU,
+    reserved: Callable[[int], Mapping[str, Any]] = gpus,
 ) -> VerificationReport | None:
-    """Verify an export in a Ray actor with a free GPU of this machine; return None if that is not possible.
+    """Verify an export in a Ray actor with free GPUs of this machine; return None if that is not possible.
 
     - `arguments`, `options`: positional and keyword arguments of the function `verification.verify`; the directory of
       the export must be on this machine
     - `num_parameters`: the number of parameters of the exported model
-    - `device`: the device on which the actor computes
+    - `device`: the kind of device on which the actor computes
     - `start_s`: the number of seconds within which the actor must be ready
     - `resources`: a function that returns the free resources of this machine; by default Ray is asked
-    - `reserved`: Ray options with the resources that the actor reserves, by default one GPU
+    - `reserved`: Ray options that reserve a number of devices, by default GPUs
 
-    Returns None if Ray is not running, if no GPU of this machine is free or large enough, if the GPU's memory runs out,
-    and if the actor dies or cannot be placed. The caller must then verify the export itself. The log has the reason,
-    except if no GPU is free. Raises the errors of the function `verification.verify`.
+    The actor has one GPU if the model fits into its free memory. Otherwise another actor with as many GPUs as the model
+    needs takes its place. Returns None if Ray is not running, if not enough GPUs of this machine are free, if the model
+    cannot be divided over several GPUs, if a GPU's memory runs out, and if the actor dies or cannot be placed. The
+    caller must then verify the export itself. The log has the reason, except if no GPU is free. Raises the errors of
+    the function `verification.verify`.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
-    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     if not ray.is_initialized():
         return None
-    if (resources or _free_here)().get("GPU", 0) < 1:
+    num_free = int((resources or _free_here)().get("GPU", 0))
+    if num_free < 1:
         return None
-    # Only a process on this machine can read the export.
-    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
-    kind: Any = ray.remote(GpuVerifier)
-    actor = kind.options(**reserved, max_restarts=0, scheduling_strategy=here).remote(device)
+    number = 1
+    actor = _started(device, number, reserved)
     try:
-        asked = actor.lack.remote(num_parameters)
-        if not ray.wait([asked], timeout=start_s)[0]:
-            log.warning("no GPU of this machine became free for verification in %.0f s; the CPU computes", start_s)
-            return None
-        if (lack := ray.get(asked)) is not None:
-            log.warning("verification is computed on the CPU: %s", lack)
-            return None
-        log.info("verification runs on a free GPU")
+        while True:
+            asked = actor.num_needed.remote(num_parameters)
+            if not ray.wait([asked], timeout=start_s)[0]:
+                log.warning(
+                    "verification got no GPUs of this machine (%d) in %.0f s; the CPU computes", number, start_s
+                )
+                return None
+            needed: int | str = ray.get(asked)
+            if isinstance(needed, str):
+                log.warning("verification is computed on the CPU: %s", needed)
+                return None
+            if needed > num_free:
+                log.warning(
+                    "verification is computed on the CPU: it needs %d GPUs of this machine; free: %d",
+                    needed,
+                    num_free,
+                )
+                return None
+            if needed == number:
+                break
+            ray.kill(actor)
+            number = needed
+            actor = _started(device, number, reserved)
+        log.info("verification runs on free GPUs of this machine: %d", number)
         report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
     except RayTaskError as error:
-        if _is_of_gpu(error.cause):
+        if _is_of_gpu(error.cause) or isinstance(error.cause, InvalidModel):
             log.warning("verification failed on the GPU, and the CPU computes: %s", error.cause)
             return None
         if isinstance(error.cause, Exception):
@@ -114,6 +150,17 @@ def verify_on_free_gpu(
     finally:
         ray.kill(actor)
     return report
+
+
+def _started(device: str, number: int, reserved: Callable[[int], Mapping[str, Any]]) -> Any:
+    """Start an actor of the class `GpuVerifier` on this machine; return its handle."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    # Only a process on this machine can read the export.
+    here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
+    kind: Any = ray.remote(GpuVerifier)
+    return kind.options(**reserved(number), max_restarts=0, scheduling_strategy=here).remote(device, number)
 
 
 def _free_here() -> Mapping[str, float]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from service.studies.planning.placement import StudyPlacement, fits_gpu
+from service.studies.planning.placement import StudyPlacement, gpus_to_verify
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.schedule import Phase
 
@@ -59,14 +59,18 @@ def _advice(
         is_refined = study.search.refinement is not None
         ways = f"{fewer}, or {'no search.refinement' if is_refined else 'search.algorithm: smac'}"
         yield f"gradients take {times} on the CPU, because engines use every GPU: use {ways}"
-    if (times := long.get("verification")) and not placement.verifies_on_gpu:
+    if (times := long.get("verification")) and not placement.verification_gpus:
         less = "fewer of engine.verify's trials and samples"
-        if not fits_gpu(placement.num_parameters, profile):
-            yield f"verification takes {times} on the CPU, because one GPU is too small for it: use {less}"
-        elif placement.engines * ranks >= profile.gpus:
-            # One GPU must be free on the machine with most engines.
-            free = min(replicas, placement.nodes * ((profile.gpus - 1) // ranks))
+        needed = gpus_to_verify(placement.num_parameters, profile)
+        if needed > profile.gpus:
+            few = "one GPU is" if profile.gpus == 1 else f"the {profile.gpus} GPUs of a machine are"
+            yield f"verification takes {times} on the CPU, because {few} too small for it: use {less}"
+        elif placement.engines * ranks + needed > profile.gpus:
+            # As many GPUs must be free on the machine with most engines.
+            free = min(replicas, placement.nodes * ((profile.gpus - needed) // ranks))
             some = f"engine.replicas: {free}" if free else "a machine with more GPUs"
-            yield f"verification takes {times} on the CPU, because engines use every GPU: use {some}, or {less}"
+            left = profile.gpus - placement.engines * ranks
+            why = "engines use every GPU" if left == 0 else f"it needs {needed} GPUs, and engines leave {left}"
+            yield f"verification takes {times} on the CPU, because {why}: use {some}, or {less}"
         else:  # of merges with alignments
             yield f"verification takes {times} on the CPU: use {less}"

@@ -36,7 +36,7 @@ if TYPE_CHECKING:
     from service.studies.preflight.resources import MemoryPlan
     from workers.models.family import ResolvedFamily
 
-__all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "fits_gpu", "place_study"]
+__all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "gpus_to_verify", "place_study"]
 
 # The share of a host's memory that a study may plan for; the rest is for the system, Ray and caches of files.
 HOST_USABLE = 0.95
@@ -75,7 +75,8 @@ class StudyPlacement:
         texts: Number of texts that an engine serves at the same time.
         gpu_capacity: Usable bytes of each GPU; 0 without GPUs.
         host_capacity: Usable bytes of each host.
-        verifies_on_gpu: Whether a GPU without an engine, on the machine with most engines, verifies merges.
+        verification_gpus: Number of GPUs without an engine, on the machine with most engines, that verify merges; 0 if
+            the CPU verifies.
         num_parameters: Number of parameters of a merge.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
     """
@@ -88,7 +89,7 @@ class StudyPlacement:
     texts: int
     gpu_capacity: int
     host_capacity: int
-    verifies_on_gpu: bool
+    verification_gpus: int
     num_parameters: int
     lacks: tuple[str, ...]
 
@@ -202,13 +203,16 @@ def place_study(
         place = f"host CPU{twice}" if on_cpu else f"{own}{twice}"
         parts.append(Part("gradients", place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
     # After the search, when GPUs and memory of gradients are free again.
-    on_gpu = BYTES_PER_PARAMETER * sources.num_parameters
-    is_free = engines * ranks < profile.gpus and fits_gpu(sources.num_parameters, profile)
-    is_free = is_free and not aligns  # merges with alignments are verified by the engine's process, on the CPU
+    verifying = gpus_to_verify(sources.num_parameters, profile)
+    # Merges with alignments are verified by the engine's process, on the CPU.
+    if not verifies or aligns or engines * ranks + verifying > profile.gpus:
+        verifying = 0
     if verifies:
         held = memory.gradient_bytes if gradients is not None else 0
-        place = "a GPU without an engine, after the search" if is_free else "host CPU, after the search"
-        parts.append(Part("verification", place, on_gpu if is_free else 0, max(0, verification - held)))
+        free = "a GPU without an engine" if verifying == 1 else f"{verifying} GPUs without an engine"
+        place = f"{free if verifying else 'host CPU'}, after the search"
+        on_each = math.ceil(BYTES_PER_PARAMETER * sources.num_parameters / verifying) if verifying else 0
+        parts.append(Part("verification", place, on_each, max(0, verification - held)))
     placement = StudyPlacement(
         tuple(parts),
         bank,
@@ -218,16 +222,17 @@ def place_study(
         texts,
         capacity,
         host_capacity,
-        verifies and is_free,
+        verifying,
         sources.num_parameters,
         (),
     )
     return replace(placement, lacks=(*lacks, *_lack_of_host(placement, study, profile)))
 
 
-def fits_gpu(num_parameters: int, profile: MachineProfile) -> bool:
-    """Whether one GPU of `profile` can verify a merge of `num_parameters` parameters; False if there are no GPUs."""
-    return profile.gpus > 0 and BYTES_PER_PARAMETER * num_parameters <= profile.gpu_bytes - CONTEXT_BYTES
+def gpus_to_verify(num_parameters: int, profile: MachineProfile) -> int:
+    """Number of GPUs of `profile` that verify a merge of `num_parameters` parameters together; 1 if it has no GPUs."""
+    usable = profile.gpu_bytes - CONTEXT_BYTES
+    return math.ceil(BYTES_PER_PARAMETER * num_parameters / usable) if usable > 0 else 1
 
 
 def _requirements(

@@ -119,7 +119,7 @@ def plan_of(
         threads=max(1, profile.cores - 1),
     )
     verification_speeds = None
-    if placement.verifies_on_gpu:
+    if placement.verification_gpus:
         on_one = engine_speeds(facts, profile, config=sources.base.settings, dtype="float32")
         verification_speeds = replace(on_one, device=replace(on_one.device, calibration=TRANSFORMERS_ON_GPU))
     gradient_speeds = None

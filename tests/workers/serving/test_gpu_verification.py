@@ -12,22 +12,34 @@ import ray
 import torch
 from ray.exceptions import ActorDiedError, ActorUnschedulableError, RayError, RayTaskError
 
+import workers.training.model
 from search_spaces.study.engine import EngineOptions
 from tests.workers.recipes import arithmetic
 from workers.engines.transformers.backend import Reference
 from workers.engines.transformers.verification import texts_to_read, verify
-from workers.errors import InvalidTask
+from workers.errors import InvalidModel, InvalidTask
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.prompts import Prompts
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.serving import gpu_verification
-from workers.serving.gpu_verification import GpuVerifier, verify_on_free_gpu
+from workers.serving.gpu_verification import GpuVerifier, verify_on_free_gpus
 from workers.types import Family, Span, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=64)
 FREE: Mapping[str, float] = {"CPU": 2.0, "GPU": 1.0}
-A_CPU = {"num_cpus": 1}
+
+
+def elsewhere(number: int) -> Mapping[str, Any]:
+    """Ray options that no machine of the cluster fulfils."""
+    return {"num_cpus": 0, "resources": {"elsewhere": 1}}
+
+
+def a_cpu(number: int) -> Mapping[str, Any]:
+    """Ray options that reserve a CPU in place of GPUs."""
+    return {"num_cpus": 1}
+
+
 HERE = "a1" * 28  # a node's id in Ray
 
 
@@ -52,8 +64,8 @@ def test_a_report_of_another_process_is_that_of_this_one(
     ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]]
 ) -> None:
     arguments, options = asked
-    found = verify_on_free_gpu(
-        arguments, options, num_parameters=1, device="cpu", resources=lambda: FREE, reserved=A_CPU
+    found = verify_on_free_gpus(
+        arguments, options, num_parameters=1, device="cpu", resources=lambda: FREE, reserved=a_cpu
     )
     assert found is not None
     assert found.num_samples == 4
@@ -72,13 +84,13 @@ def test_a_report_of_another_process_is_that_of_this_one(
 def test_errors_of_verification_are_raised(ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]]) -> None:
     arguments, options = asked
     with pytest.raises(InvalidTask, match="no stored sample of sums at position 0"):
-        verify_on_free_gpu(
+        verify_on_free_gpus(
             arguments,
             {**options, "samples": ()},
             num_parameters=1,
             device="cpu",
             resources=lambda: FREE,
-            reserved=A_CPU,
+            reserved=a_cpu,
         )
 
 
@@ -86,28 +98,90 @@ def test_the_caller_verifies_where_no_gpu_is_free(
     ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]], caplog: pytest.LogCaptureFixture
 ) -> None:
     arguments, options = asked
-    assert verify_on_free_gpu(arguments, options, num_parameters=1, resources=lambda: {"GPU": 0.5}) is None
+    assert verify_on_free_gpus(arguments, options, num_parameters=1, resources=lambda: {"GPU": 0.5}) is None
     assert not [record for record in caplog.records if record.name == gpu_verification.__name__]
     # The free GPU is one of another machine.
-    elsewhere = {"num_cpus": 0, "resources": {"elsewhere": 1}}
     assert (
-        verify_on_free_gpu(
-            arguments, options, num_parameters=1, start_s=1.0, resources=lambda: FREE, reserved=elsewhere
+        verify_on_free_gpus(
+            arguments,
+            options,
+            num_parameters=1,
+            start_s=1.0,
+            resources=lambda: FREE,
+            reserved=elsewhere,
         )
         is None
     )
     assert "no process on a GPU verified, and the CPU computes: The actor is not schedulable" in caplog.text
     # The process that got a GPU has none, or one that is too small.
-    assert verify_on_free_gpu(arguments, options, num_parameters=1, resources=lambda: FREE, reserved=A_CPU) is None
+    assert verify_on_free_gpus(arguments, options, num_parameters=1, resources=lambda: FREE, reserved=a_cpu) is None
     assert "verification is computed on the CPU: PyTorch finds no GPU" in caplog.text
 
 
-def test_a_model_must_fit_into_the_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_as_many_gpus_as_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The GPU with the least free memory decides how many are needed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5 * 2**30, 80 * 2**30))
-    verifier = GpuVerifier("cuda")
-    assert verifier.lack(2**30) is None
-    assert verifier.lack(2**30 + 1) == "5.0 GiB are needed on the GPU, 5.0 are free"
+    free = {0: 5 * 2**30, 1: 4 * 2**30}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (free[index], 80 * 2**30))
+    one, two = GpuVerifier("cuda", 1), GpuVerifier("cuda", 2)
+    assert one.num_needed(2**30) == 1
+    assert one.num_needed(2**30 + 1) == 2
+    assert two.num_needed(8 * 2**30 // 5) == 2
+    assert two.num_needed(8 * 2**30 // 5 + 1) == 3
+
+
+class TwoNeeded(GpuVerifier):
+    """A verifier on CPUs whose models need two devices."""
+
+    def num_needed(self, num_parameters: int) -> int | str:
+        return 2
+
+
+def test_a_large_model_is_divided(
+    ray_cluster: None,
+    asked: tuple[tuple[Any, ...], dict[str, Any]],
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """A model that one device does not hold is verified by another process with two, if they are free."""
+    monkeypatch.setattr(gpu_verification, "GpuVerifier", TwoNeeded)
+    caplog.set_level("INFO", gpu_verification.__name__)
+    arguments, options = asked
+    numbers: list[int] = []
+
+    def reserved(number: int) -> Mapping[str, Any]:
+        numbers.append(number)
+        return a_cpu(number)
+
+    given: dict[str, Any] = {"num_parameters": 1, "device": "cpu", "reserved": reserved}
+    found = verify_on_free_gpus(arguments, options, resources=lambda: {"GPU": 2.0}, **given)
+    assert found is not None
+    assert numbers == [1, 2]
+    assert "verification runs on free GPUs of this machine: 2" in caplog.text
+    here = verify(*arguments, **options)
+    assert (found.num_samples, found.num_equal, found.num_beyond) == (4, here.num_equal, here.num_beyond)
+    assert verify_on_free_gpus(arguments, options, resources=lambda: {"GPU": 1.0}, **given) is None
+    assert "it needs 2 GPUs of this machine; free: 1" in caplog.text
+
+
+def test_a_divided_model_has_the_samples_of_a_whole_one(
+    asked: tuple[tuple[Any, ...], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Layers on two devices give the report of one, and a wrong answer is found."""
+    placed: list[tuple[int, ...]] = []
+    place = workers.training.model.place
+    monkeypatch.setattr(workers.training.model, "place", lambda *given: placed.append(place(*given)))
+    arguments, options = asked
+    report = GpuVerifier("cpu", 2).verify(*arguments, **options)
+    (layers,) = placed
+    assert len(layers) == 2
+    assert all(layers)
+    assert report == verify(*arguments, **options)
+    *right, last = options["samples"]
+    found = GpuVerifier("cpu", 2).verify(
+        *arguments, **{**options, "samples": (*right, replace(last, value=1.0 - last.value))}
+    )
+    assert (found.num_equal, found.num_beyond) == (report.num_equal - 1, report.num_beyond + 1)
 
 
 class _Actor:
@@ -129,6 +203,7 @@ class _Actor:
         RayTaskError("verify", "", torch.OutOfMemoryError("CUDA out of memory")),
         RayTaskError("verify", "", torch.AcceleratorError("CUDA error: an illegal memory access")),
         RayTaskError("verify", "", RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED")),
+        RayTaskError("verify", "", InvalidModel(("the model has no list of its layers",))),
         ActorDiedError(),
         ActorUnschedulableError("its machine has left"),
     ],
@@ -137,14 +212,14 @@ def test_the_caller_verifies_if_the_gpu_fails(
     error: Exception, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     with_ray(monkeypatch, error)
-    assert verify_on_free_gpu((), {}, num_parameters=1, resources=lambda: FREE) is None
+    assert verify_on_free_gpus((), {}, num_parameters=1, resources=lambda: FREE) is None
     assert "the CPU computes" in caplog.text
 
 
 def test_other_errors_of_the_process_are_raised(monkeypatch: pytest.MonkeyPatch) -> None:
     with_ray(monkeypatch, RayTaskError("verify", "", RuntimeError("shapes differ")))
     with pytest.raises(RuntimeError, match="shapes differ") as raised:
-        verify_on_free_gpu((), {}, num_parameters=1, resources=lambda: FREE)
+        verify_on_free_gpus((), {}, num_parameters=1, resources=lambda: FREE)
     assert not isinstance(raised.value, RayError)
 
 
@@ -156,18 +231,18 @@ def test_only_gpus_of_this_machine_count(monkeypatch: pytest.MonkeyPatch) -> Non
     free: dict[str, dict[str, float]] = {HERE: {"CPU": 2.0}, "there": {"GPU": 8.0}}
     monkeypatch.setattr(state, "available_resources_per_node", lambda: free)
     monkeypatch.setattr(ray, "remote", lambda _: pytest.fail("an actor is started"))
-    assert verify_on_free_gpu((), {}, num_parameters=1) is None
+    assert verify_on_free_gpus((), {}, num_parameters=1) is None
 
 
 def with_ray(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
     """Replace Ray by a stand-in with a ready actor, whose call raises `error`."""
-    actor, answers = _Actor(), iter([None, error])
+    actor, answers = _Actor(), iter([1, error])
 
     def get(_: Any) -> Any:
         answer = next(answers)
-        if answer is not None:
+        if isinstance(answer, Exception):
             raise answer
-        return None
+        return answer
 
     replaced: dict[str, Any] = {
         "is_initialized": lambda: True,
@@ -183,4 +258,4 @@ def with_ray(monkeypatch: pytest.MonkeyPatch, error: Exception) -> None:
 
 def test_without_ray_the_caller_verifies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(ray, "is_initialized", lambda: False)
-    assert gpu_verification.verify_on_free_gpu((), {}, num_parameters=1) is None
+    assert gpu_verification.verify_on_free_gpus((), {}, num_parameters=1) is None

@@ -22,6 +22,7 @@ __all__ = [
     "ATTENTION",
     "Reference",
     "choice_gaps",
+    "float32_model",
     "logprobs",
     "next_token_scores",
     "typical_difference",
@@ -34,6 +35,16 @@ BATCH = 64  # texts at once: bounds memory, not speed
 ATTENTION = "eager"
 
 
+def float32_model(directory: str) -> Any:
+    """The causal language model in `directory` with transformers, in float32 on CPU, in evaluation mode."""
+    from transformers import AutoModelForCausalLM
+
+    model: Any = AutoModelForCausalLM.from_pretrained(
+        directory, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
+    )
+    return model.eval()
+
+
 class Reference:
     """Transformers model in float32 that completes prompts greedily, and records how clear each choice of a token was.
 
@@ -44,17 +55,8 @@ class Reference:
     """
 
     def __init__(self, directory: str, options: EngineOptions, *, model: Any = None, device: str = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
-
         self.prompts = Prompts(directory, options)
-        self.model = (
-            model
-            or AutoModelForCausalLM.from_pretrained(
-                directory, dtype=torch.float32, attn_implementation=ATTENTION, trust_remote_code=False
-            )
-            .to(device)
-            .eval()
-        )
+        self.model = model or float32_model(directory).to(device)
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
     def generate(

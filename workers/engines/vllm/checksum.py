@@ -9,8 +9,9 @@ import torch
 
 __all__ = ["WEIGHT", "checksum", "combined", "word_sum"]
 
-# Values per piece of a sum on a GPU: bounds its temporary memory to 3 x 8 bytes each.
+# Words per piece of a sum on a GPU, with 8 bytes of temporary memory each: at first, and on a GPU that is full.
 CHUNK = 1 << 22
+SMALLEST_CHUNK = 1 << 14
 # The odd weight of word i is i times this, with the last bit set: 2^64 / golden ratio.
 WEIGHT = 0x9E3779B97F4A7C15
 
@@ -47,24 +48,45 @@ def word_sum(parameter: torch.Tensor) -> int:
     if words.device.type == "cpu":
         from workers.merging.kernels.reductions import weighted_words
 
-        return weighted_words(words, WEIGHT)
-    number = 0
-    for start in range(0, words.numel(), CHUNK):
-        piece = words[start : start + CHUNK]
-        index = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=piece.device)
-        weights = index.mul_(WEIGHT - 2**64).bitwise_or_(1)  # as a signed number
-        number = (number + int((piece * weights).sum().item())) % 2**64
-    return number
+        return weighted_words(words.to(torch.int64), WEIGHT)
+    return sum_in_pieces(words)
+
+
+def sum_in_pieces(words: torch.Tensor) -> int:
+    """The sum of `word_sum` of words (int64, int32, int16 or uint8) on any device, in pieces.
+
+    On a GPU that lacks the memory for a piece, pieces become smaller. Raises torch.OutOfMemoryError if there is no
+    memory for SMALLEST_CHUNK words.
+    """
+    number, start, chunk = 0, 0, CHUNK
+    while start < words.numel():
+        piece = words[start : start + chunk]
+        try:
+            number += _weighted(piece, start)
+        except torch.OutOfMemoryError:
+            if chunk == SMALLEST_CHUNK:
+                raise
+            chunk = max(chunk // 8, SMALLEST_CHUNK)
+            continue
+        start += chunk
+    return number % 2**64
+
+
+def _weighted(piece: torch.Tensor, start: int) -> int:
+    """Sum of the words in `piece`, whose first word has the number `start`, with their weights; modulo 2^64."""
+    index = torch.arange(start, start + piece.numel(), dtype=torch.int64, device=piece.device)
+    weights = index.mul_(WEIGHT - 2**64).bitwise_or_(1)  # as a signed number
+    return int(weights.mul_(piece).sum().item())
 
 
 def _words(parameter: torch.Tensor) -> torch.Tensor:
-    """The bytes of `parameter` as a flat tensor of int64 words.
+    """The bytes of `parameter` as a flat tensor of words: of 64 bits, if their number and address allow it.
 
-    If the number of bytes or their address is not a multiple of 8, shorter words are used, and converted to int64.
+    If the number of bytes or their address is not a multiple of 8, the words have 32, 16 or 8 bits.
     """
     flat = parameter.detach().contiguous().view(-1)
     num_bytes = flat.numel() * flat.element_size()
     for dtype in (torch.int64, torch.int32, torch.int16):
         if num_bytes % dtype.itemsize == 0 and flat.data_ptr() % dtype.itemsize == 0:
-            return flat.view(dtype).to(torch.int64)
-    return flat.view(torch.uint8).to(torch.int64)
+            return flat.view(dtype)
+    return flat.view(torch.uint8)

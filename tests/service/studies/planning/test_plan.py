@@ -132,8 +132,8 @@ def test_tight_gpus_serve_few_texts_and_merge_on_the_cpu(planned: Planned) -> No
     assert merging.place == "each GPU; larger ones on the CPU"
 
 
-def test_a_gpu_without_an_engine_verifies(planned: Planned) -> None:
-    """Verification is planned on a GPU that is free after the search, if a merge in float32 fits into it."""
+def test_gpus_without_an_engine_verify(planned: Planned) -> None:
+    """Verification is planned on free GPUs, as many as hold a merge in float32."""
     name = "Llama-3-8B, 3 full experts"
 
     def of(**changes: Any) -> tuple[str, float]:
@@ -141,10 +141,14 @@ def test_a_gpu_without_an_engine_verifies(planned: Planned) -> None:
         place = next(part.place for part in plan.placement.parts if part.name == "verification")
         return place, next(phase.seconds.most for phase in plan.phases if phase.name == "verification")
 
-    free, full, small = of(), of(engine={"replicas": 8}), of(profile="a100-40gbx8")
+    free, full = of(), of(engine={"replicas": 8})
     assert free[0] == "a GPU without an engine, after the search"
-    assert full[0] == small[0] == "host CPU, after the search"
-    assert 4 * free[1] < min(full[1], small[1])
+    assert full[0] == "host CPU, after the search"
+    assert 4 * free[1] < full[1]
+    two, one = (of(profile="a100-40gbx8", engine={"replicas": replicas}) for replicas in (6, 7))
+    assert two[0] == "2 GPUs without an engine, after the search"
+    assert one[0] == "host CPU, after the search"
+    assert 4 * two[1] < one[1]
 
 
 def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
@@ -157,7 +161,13 @@ def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
     assert re.match(said.format("verification takes"), verification)
     assert planned("70B on one GPU").machine.advice == (), "what does not fit comes first"
     (large,) = planned("70B, tensor parallel 8", nodes=2).machine.advice
-    assert "because one GPU is too small for it: use fewer of engine.verify's trials and samples" in large
+    less = "fewer of engine.verify's trials and samples"
+    assert f"on the CPU, because engines use every GPU: use a machine with more GPUs, or {less}" in large
+    name = "Llama-3-8B, 3 full experts"
+    (short,) = planned(name, profile="a100-40gbx8", engine={"replicas": 7}).machine.advice
+    assert f"because it needs 2 GPUs, and engines leave 1: use engine.replicas: 6, or {less}" in short
+    (alone,) = planned(name, profile="rtx4090x1", engine={}).machine.advice
+    assert f"because one GPU is too small for it: use {less}" in alone
 
 
 def test_gradients_on_another_machine_are_counted(planned: Planned) -> None:
