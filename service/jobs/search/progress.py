@@ -119,8 +119,10 @@ class PaceMeter:
 
     Speeds are samples per second, and steps (gradients and policy updates) per second, over the last 60 s of the
     current stage (search or held-out scoring). The time left is the time for the remaining samples plus the time for
-    the remaining steps, at the speeds that were last measured. `worked_s` is the number of seconds that earlier drivers
-    worked on the study; it is included in the time worked. `clock` returns a time in seconds.
+    the remaining steps, at the speeds that were last measured. A refinement scores few samples between its steps, so
+    that the samples after it are expected at the speed of an earlier stage, if that was higher. `worked_s` is the
+    number of seconds that earlier drivers worked on the study; it is included in the time worked. `clock` returns a
+    time in seconds.
     """
 
     def __init__(self, *, worked_s: float = 0.0, clock: Callable[[], float] = time.monotonic) -> None:
@@ -128,6 +130,7 @@ class PaceMeter:
         self._started_at = clock() - worked_s
         self._snapshot: ProgressSnapshot | None = None
         self._samples, self._steps = _Speed(), _Speed()
+        self._earlier = 0.0  # samples per second, the highest speed of earlier stages
 
     @property
     def elapsed_s(self) -> float:
@@ -140,6 +143,7 @@ class PaceMeter:
         """
         is_new_stage = self._snapshot is None or snapshot.stage != self._snapshot.stage
         if is_new_stage:
+            self._earlier = max(self._earlier, self._samples.busy or 0.0)
             self._samples, self._steps = _Speed(), _Speed()
         self._snapshot = snapshot
         now = self._clock()
@@ -151,10 +155,11 @@ class PaceMeter:
         now, snapshot = self._clock(), self._snapshot
         samples, steps = self._samples.now(now), self._steps.now(now)
         time_left_s: float | None = None
-        if snapshot is not None and (self._samples.is_known or self._steps.is_known):
+        if snapshot is not None and (self._samples.busy or self._steps.busy):
             steps_left = snapshot.steps_planned - snapshot.steps if snapshot.stage in WITH_STEPS else 0
+            earlier = self._earlier if snapshot.stage == "refining" else 0.0
             needed = (
-                self._samples.seconds_for(snapshot.samples_planned - snapshot.samples_scored),
+                self._samples.seconds_for(snapshot.samples_planned - snapshot.samples_scored, at_least=earlier),
                 self._steps.seconds_for(steps_left),
             )
             time_left_s = None if needed[0] is None or needed[1] is None else needed[0] + needed[1]
@@ -171,11 +176,8 @@ class _Speed:
 
     def __init__(self) -> None:
         self._points: deque[tuple[float, int]] = deque()
-        self._busy: float | None = None  # the speed when the count last grew
-
-    @property
-    def is_known(self) -> bool:
-        return bool(self._busy)
+        self.busy: float | None = None
+        """The speed when the count last grew, per second; None before."""
 
     def add(self, now: float, count: int) -> None:
         has_grown = bool(self._points) and count > self._points[-1][1]
@@ -186,7 +188,7 @@ class _Speed:
         while len(self._points) > 2 and now - self._points[1][0] > RATE_WINDOW_S:
             self._points.popleft()
         if has_grown:
-            self._busy = self.now(now)
+            self.busy = self.now(now)
 
     def now(self, now: float) -> float | None:
         """Speed at the time `now`: how much the count, such as the number of scored samples, grows per second.
@@ -199,15 +201,16 @@ class _Speed:
         (first, before), (_, after) = self._points[0], self._points[-1]
         return max(0.0, (after - before) / (now - first))
 
-    def seconds_for(self, count: int) -> float | None:
+    def seconds_for(self, count: int, *, at_least: float = 0.0) -> float | None:
         """Estimate the seconds until the count, such as the number of scored samples, has grown by `count`.
 
-        The estimate assumes the speed that was measured when the count last grew. Returns None if `count` is above 0
-        and no speed was measured yet.
+        The estimate assumes the speed that was measured when the count last grew, or the speed `at_least` if that is
+        higher. Returns None if `count` is above 0 and there is no such speed.
         """
         if count <= 0:
             return 0.0
-        return count / self._busy if self._busy else None
+        speed = max(self.busy or 0.0, at_least)
+        return count / speed if speed else None
 
 
 def as_line(snapshot: ProgressSnapshot, pace: Pace) -> str:
