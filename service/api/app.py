@@ -10,7 +10,7 @@ from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
-from fastapi import APIRouter, FastAPI
+from fastapi import APIRouter, Depends, FastAPI
 from starlette.middleware.gzip import DEFAULT_EXCLUDED_CONTENT_TYPES, GZipMiddleware
 
 from service.api.dependencies import Services
@@ -28,6 +28,7 @@ from service.api.prefix import BelowPrefix
 from service.api.preflight_process import Preflight, PreflightProcess, default_access
 from service.api.problems import install_handlers, refusals
 from service.api.protocols import Cluster
+from service.api.query import refuse_repetitions
 from service.api.ray_dashboard.forwarding import DashboardProxy
 from service.api.record_cache import RunRecords
 from service.api.regular_cleaning import clean_regularly
@@ -256,7 +257,9 @@ def _router() -> APIRouter:
         login.router,
         notification_routes.router,
     ):
-        router.include_router(part, prefix="/v1", responses=refusals(401, 403, 429))
+        router.include_router(
+            part, prefix="/v1", responses=refusals(401, 403, 429), dependencies=[Depends(refuse_repetitions)]
+        )
     router.include_router(operations.router)
     router.include_router(ray_dashboard.router)
     return router
