@@ -8,6 +8,7 @@
 - `limits`: refuses requests from web pages of other servers, too many requests, and jobs that exceed a quota
 - `prefix`: serves the application below a path prefix
 - `requests`: reads the body of a request, limited in size
+- `query`: refuses a query parameter of one value that is given several times
 - `problems`: errors as problem details (RFC 9457) with HTTP status codes
 - `presenters`: converts stored records to JSON documents
 - `job_documents`: the documents of jobs, as the sender of a request may see them
