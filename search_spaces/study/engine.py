@@ -81,6 +81,8 @@ class EngineOptions(Engine):
     """The largest number of layers of a merge, for an engine whose merges may have any number and order of layers; 0:
     every merge has as many layers as the base.
     """
+    gpu_share_left: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    """The share of its GPU's memory that the engine leaves free, because gradients are computed on the same GPU."""
     seed: int = 0
     """The seed of vLLM."""
 
@@ -91,5 +93,6 @@ class EngineOptions(Engine):
         default, and `backend` is always "vllm", whichever program scores the tasks.
         """
         fields = type(self).model_fields
-        newer = {name for name in ("max_layers", "model_runner") if getattr(self, name) == fields[name].default}
+        added = ("max_layers", "model_runner", "gpu_share_left")
+        newer = {name for name in added if getattr(self, name) == fields[name].default}
         return self.model_dump(exclude={*NOT_OF_ONE_ENGINE, *newer}) | {"backend": "vllm"}

@@ -4,6 +4,7 @@
 - `serve_scorer`: the handle through which studies score
 - `completions`: requests for completions, their parts, and the batch in which an engine generates them
 - `completion_prompts`: tokenization of the prompts of requests for completions
+- `gpu_shares`: a GPU that an engine shares with an actor for gradients or verification
 - `gpu_verification`: verification in a process with free GPUs
 - `serve_completer`: the handle through which prompts are completed
 - `application`: the state of the Serve application that runs the replicas

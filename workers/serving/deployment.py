@@ -22,6 +22,7 @@ from workers.serving.application import (
     is_on_cpu,
     num_replicas,
 )
+from workers.serving.gpu_shares import engine_gpus
 from workers.serving.gpu_verification import verify_on_free_gpus
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
@@ -164,7 +165,7 @@ def deploy_scorer(
                 **({"logging_config": {"encoding": "JSON"}} if logs.is_json() else {}),
                 ray_actor_options={
                     "num_cpus": 0.1,
-                    "num_gpus": ranks if on_gpus else 0,
+                    "num_gpus": engine_gpus(options) if on_gpus else 0,
                     "runtime_env": {"env_vars": environment},
                 },
             )

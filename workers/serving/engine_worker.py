@@ -222,7 +222,8 @@ class EngineWorker:
                 arguments = (recipe.digest, str(directory), engine.options)
                 options = self._compared(samples, spans, texts)
                 if self._verify_elsewhere is not None:
-                    report = self._verify_elsewhere(arguments, options, num_parameters=num_parameters)
+                    share = engine.options.gpu_share_left
+                    report = self._verify_elsewhere(arguments, options, num_parameters=num_parameters, share=share)
                     if report is not None:
                         return report
                 return verify(*arguments, **options, evaluator=self.evaluator)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from workers.errors import InvalidModel
+from workers.serving.gpu_shares import has_share, on_share
 from workers.types import VerificationReport
 
 __all__ = ["BYTES_PER_PARAMETER", "verify_on_free_gpus"]
@@ -30,17 +31,19 @@ class GpuVerifier:
     """Ray actor that verifies one export on the devices that Ray has assigned to its process.
 
     `device` is the kind of device, such as "cuda", and `number` is the number of devices. On "cpu", which tests use,
-    memory is not checked.
+    memory is not checked. If `share` is not 0, an engine uses the same GPU, and the process may take only this share of
+    its memory.
     """
 
-    def __init__(self, device: str, number: int) -> None:
+    def __init__(self, device: str, number: int, share: float = 0.0) -> None:
         self._device = device
         self._number = number
+        self._share = share
 
     def num_needed(self, num_parameters: int) -> int | str:
         """Number of devices that a model with `num_parameters` parameters needs, or the reason why none can be used.
 
-        The number is computed from the free memory of the devices of this process, and is at least their number.
+        The number is computed from the memory of the devices that this process may take, and is at least their number.
         """
         import torch
 
@@ -48,7 +51,8 @@ class GpuVerifier:
             return self._number
         if not torch.cuda.is_available():
             return "PyTorch finds no GPU in the process that Ray gave one"
-        free = min(torch.cuda.mem_get_info(index)[0] for index in range(self._number))
+        memory = [torch.cuda.mem_get_info(index) for index in range(self._number)]
+        free = min(min(free, int(self._share * total)) if self._share else free for free, total in memory)
         return max(self._number, math.ceil(BYTES_PER_PARAMETER * num_parameters / max(free, 1)))
 
     def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
@@ -80,6 +84,7 @@ def verify_on_free_gpus(
     options: Mapping[str, Any],
     *,
     num_parameters: int,
+    share: float = 0.0,
     device: str = "cuda",
     start_s: float = START_S,
     resources: Callable[[], Mapping[str, float]] | None = None,
@@ -90,13 +95,15 @@ def verify_on_free_gpus(
     - `arguments`, `options`: positional and keyword arguments of the function `verification.verify`; the directory of
       the export must be on this machine
     - `num_parameters`: the number of parameters of the exported model
+    - `share`: the share of its GPU's memory that the engine of this machine leaves free; 0 for none
     - `device`: the kind of device on which the actor computes
     - `start_s`: the number of seconds within which the actor must be ready
     - `resources`: a function that returns the free resources of this machine; by default Ray is asked
     - `reserved`: Ray options that reserve a number of devices, by default GPUs
 
     The actor has one GPU if the model fits into its free memory. Otherwise another actor with as many GPUs as the model
-    needs takes its place. Returns None if Ray is not running, if not enough GPUs of this machine are free, if the model
+    needs takes its place. If no GPU is free, the actor has the share that the engine leaves, if no other actor uses it.
+    Returns None if Ray is not running, if not enough GPUs of this machine are free, if the model
     cannot be divided over several GPUs, if a GPU's memory runs out, and if the actor dies or cannot be placed. The
     caller must then verify the export itself. The log has the reason, except if no GPU is free. Raises the errors of
     the function `verification.verify`.
@@ -106,11 +113,16 @@ def verify_on_free_gpus(
 
     if not ray.is_initialized():
         return None
-    num_free = int((resources or _free_here)().get("GPU", 0))
+    free = (resources or _free_here)().get("GPU", 0)
+    num_free = int(free)
     if num_free < 1:
-        return None
+        if not (share and has_share(free)):
+            return None
+        num_free, reserved = 1, lambda _: {"num_cpus": 0, **on_share(share)}
+    else:
+        share = 0.0
     number = 1
-    actor = _started(device, number, reserved)
+    actor = _started(device, number, reserved, share)
     try:
         while True:
             asked = actor.num_needed.remote(num_parameters)
@@ -134,7 +146,7 @@ def verify_on_free_gpus(
                 break
             ray.kill(actor)
             number = needed
-            actor = _started(device, number, reserved)
+            actor = _started(device, number, reserved, share)
         log.info("verification runs on free GPUs of this machine: %d", number)
         report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
     except RayTaskError as error:
@@ -152,7 +164,7 @@ def verify_on_free_gpus(
     return report
 
 
-def _started(device: str, number: int, reserved: Callable[[int], Mapping[str, Any]]) -> Any:
+def _started(device: str, number: int, reserved: Callable[[int], Mapping[str, Any]], share: float) -> Any:
     """Start an actor of the class `GpuVerifier` on this machine; return its handle."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
@@ -160,7 +172,7 @@ def _started(device: str, number: int, reserved: Callable[[int], Mapping[str, An
     # Only a process on this machine can read the export.
     here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
     kind: Any = ray.remote(GpuVerifier)
-    return kind.options(**reserved(number), max_restarts=0, scheduling_strategy=here).remote(device, number)
+    return kind.options(**reserved(number), max_restarts=0, scheduling_strategy=here).remote(device, number, share)
 
 
 def _free_here() -> Mapping[str, float]:

@@ -20,6 +20,7 @@ from workers.engines.vllm.memory import (
     EngineMemory,
     MemoryRequirements,
     divide_memory,
+    free_for_engine,
     kv_cache_bytes,
     memory_requirements,
     usable_gpu_bytes,
@@ -42,6 +43,7 @@ __all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "gpus_to_verify", "place_stu
 HOST_USABLE = 0.95
 # Parts whose GPUs have no engine; the others share each GPU of an engine.
 ON_OWN_GPUS = frozenset({"gradients", "verification"})
+BESIDE_ENGINES = "gradients beside engines"
 # Shares of a GPU are rounded down to 1e-4; more than this share of the memory for merging is all of it.
 RESERVED = 0.99
 # Copies of a checkpoint that a verification has in memory (`workers.engines.transformers.verification.COPIES`).
@@ -132,7 +134,9 @@ def place_study(
     each = max(1, profile.gpus // ranks) if on_gpus else study.engine.replicas
     nodes = min(profile.nodes, math.ceil(study.engine.replicas / each)) if on_gpus else min(profile.nodes, each)
     engines = math.ceil(study.engine.replicas / max(1, nodes))
-    own_gpus = gradients.num_gpus if gradients is not None and gradients.device == "cuda" else 0
+    gpu_share = gradients.gpu_share if gradients is not None else 0.0
+    has_own_gpus = gradients is not None and gradients.device == "cuda" and not gpu_share
+    own_gpus = gradients.num_gpus if gradients is not None and has_own_gpus else 0
     # The machine with fewest engines has most GPUs for gradients.
     on_last = study.engine.replicas - engines * (nodes - 1)
     if own_gpus > profile.gpus - on_last * ranks and nodes < profile.nodes:
@@ -145,9 +149,12 @@ def place_study(
     if on_gpus:
         capacity = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
         processes = engines * ranks
-        needs, lack = _requirements(study, sources, profile, dtype=dtype, max_layers=max_layers, aligns=aligns)
+        gpu_free = free_for_engine(profile.gpu_bytes, profile.gpu_bytes, gpu_share)
+        needs, lack = _requirements(
+            study, sources, profile, gpu_free=gpu_free, dtype=dtype, max_layers=max_layers, aligns=aligns
+        )
         lacks += lack
-        divided, reason, lack = _divided(needs, profile, processes=processes)
+        divided, reason, lack = _divided(needs, profile, gpu_free=gpu_free, processes=processes)
         lacks += lack
         methods = scored_methods(study, sources)
         statistics = needs.statistics - needs.recent if uses_statistics(methods, {"magnitudes"}) else 0
@@ -158,7 +165,8 @@ def place_study(
         # vLLM reserves the engine's share of a GPU, and fills it with keys and values.
         held = needs.engine(1) if divided is None else int(divided.gpu_share * profile.gpu_bytes)
         texts = _texts(needs, held - replace(needs, kv_token=0).engine(1))
-        beside = needs.beside if divided is None else min(needs.beside, max(0, capacity - held - banked))
+        usable = usable_gpu_bytes(gpu_free, profile.gpu_bytes)
+        beside = needs.beside if divided is None else min(needs.beside, max(0, usable - held - banked))
         where_merged = "each GPU" if beside >= RESERVED * needs.scratch else "each GPU; larger ones on the CPU"
         weights = f"{_on(ranks, engines)}, a pool of layers" if max_layers else _on(ranks, engines)
         parts += [
@@ -200,16 +208,23 @@ def place_study(
         on_cpu = gradients.device == "cpu"
         twice = ", activations recomputed" if gradients.recomputes else ""
         own = "a GPU of their own" if gradients.num_gpus == 1 else f"{gradients.num_gpus} GPUs of their own"
-        place = f"host CPU{twice}" if on_cpu else f"{own}{twice}"
-        parts.append(Part("gradients", place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
+        on_gpu = f"one engine's GPU; each engine leaves {gpu_share:.0%} of its GPU" if gpu_share else own
+        place = f"{'host CPU' if on_cpu else on_gpu}{twice}"
+        name = BESIDE_ENGINES if gpu_share else "gradients"
+        parts.append(Part(name, place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
     # After the search, when GPUs and memory of gradients are free again.
     verifying = gpus_to_verify(sources.num_parameters, profile)
     # Merges with alignments are verified by the engine's process, on the CPU.
+    is_on_share = False
     if not verifies or aligns or engines * ranks + verifying > profile.gpus:
-        verifying = 0
+        needed = BYTES_PER_PARAMETER * sources.num_parameters + CONTEXT_BYTES
+        is_on_share = verifies and not aligns and gpu_share * profile.gpu_bytes >= needed
+        verifying = 1 if is_on_share else 0
     if verifies:
         held = memory.gradient_bytes if gradients is not None else 0
         free = "a GPU without an engine" if verifying == 1 else f"{verifying} GPUs without an engine"
+        if is_on_share:
+            free = "one engine's GPU, in the memory of gradients"
         place = f"{free if verifying else 'host CPU'}, after the search"
         on_each = math.ceil(BYTES_PER_PARAMETER * sources.num_parameters / verifying) if verifying else 0
         parts.append(Part("verification", place, on_each, max(0, verification - held)))
@@ -236,12 +251,20 @@ def gpus_to_verify(num_parameters: int, profile: MachineProfile) -> int:
 
 
 def _requirements(
-    study: Study, sources: ResolvedFamily, profile: MachineProfile, *, dtype: str, max_layers: int, aligns: bool
+    study: Study,
+    sources: ResolvedFamily,
+    profile: MachineProfile,
+    *,
+    gpu_free: int,
+    dtype: str,
+    max_layers: int,
+    aligns: bool,
 ) -> tuple[MemoryRequirements, list[str]]:
     """The memory that an engine needs on each GPU of a machine that `profile` describes, and what does not fit.
 
-    The arguments are as in `place_study`. If merges have any number of layers, the engine has a pool of layers, which
-    takes the memory that is left; a longest merge that does not fit is a lack.
+    `gpu_free` bytes of each GPU are free for an engine. The other arguments are as in `place_study`. If merges have any
+    number of layers, the engine has a pool of layers, which takes the memory that is left; a longest merge that does
+    not fit is a lack.
     """
     engine = study.engine
     options: dict[str, Any] = {
@@ -252,7 +275,7 @@ def _requirements(
     }
     if not max_layers:
         return memory_requirements(sources, **options), []
-    gpu: dict[str, Any] = {"gpu_free": profile.gpu_bytes, "gpu_total": profile.gpu_bytes}
+    gpu: dict[str, Any] = {"gpu_free": gpu_free, "gpu_total": profile.gpu_bytes}
     try:
         return path_requirements(sources, **options, **gpu, max_layers=max_layers, aligns=aligns)[0], []
     except EngineUnavailable as error:
@@ -260,25 +283,25 @@ def _requirements(
 
 
 def _divided(
-    needs: MemoryRequirements, profile: MachineProfile, *, processes: int
+    needs: MemoryRequirements, profile: MachineProfile, *, gpu_free: int, processes: int
 ) -> tuple[EngineMemory | None, str, list[str]]:
     """Divide the memory of a machine with GPUs, which `profile` describes, between engines and source weights.
 
-    `needs` is the memory that the study needs, and `processes` is the number of engine processes that share the source
-    weights on the machine. Returns the division, its reason, and reasons why the engines do not fit. The division is
-    None if the engines do not fit.
+    `needs` is the memory that the study needs, `gpu_free` bytes of each GPU are free for an engine, and `processes` is
+    the number of engine processes that share the source weights on the machine. Returns the division, its reason, and
+    reasons why the engines do not fit. The division is None if the engines do not fit.
     """
     try:
         found = divide_memory(
             needs,
-            gpu_free=profile.gpu_bytes,
+            gpu_free=gpu_free,
             gpu_total=profile.gpu_bytes,
             host_free=profile.host_bytes,
             processes=processes,
             is_shared=True,
         )
     except EngineUnavailable:
-        usable = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
+        usable = usable_gpu_bytes(gpu_free, profile.gpu_bytes)
         usable = min(usable, profile.gpu_bytes - CONTEXT_BYTES - needs.logprobs)
         lack = (
             f"an engine needs {gib(needs.engine(1))} of each GPU, {gib(needs.weights)} of them for weights; "

@@ -143,7 +143,7 @@ def plan_of(
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
     used = study.engine.num_gpus
-    if gradients is not None and gradients.device == "cuda":
+    if gradients is not None and gradients.device == "cuda" and not gradients.gpu_share:
         used += gradients.num_gpus
     number = used if profile.gpus else placement.nodes
     gpu_hours = Bounds(hours.least * number, hours.most * number)

@@ -175,6 +175,7 @@ def _examine(
                 for_engines,
                 plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
                 max_layers=max_layers,
+                aligns=aligns,
             )
         is_refined = study.search.refinement is not None
         may_descend = study.search.algorithm in (AUTO, GRADIENT) and study.search.proposes

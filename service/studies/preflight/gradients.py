@@ -1,18 +1,30 @@
-"""The device on which a study computes gradients: a GPU that no engine uses, or the CPU."""
+"""The device on which a study computes gradients: a GPU without an engine, a GPU with an engine, or the CPU."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Literal
 
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.engine_machines import EngineMachines
+from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
-from workers.engines.vllm.memory import usable_gpu_bytes
-from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
+from workers.engines.vllm.memory import (
+    CONTEXT_BYTES,
+    FEW_TEXTS,
+    MANY_TEXTS,
+    free_for_engine,
+    memory_requirements,
+    usable_gpu_bytes,
+)
+from workers.engines.vllm.paths.sizes import outside_bytes, path_requirements, widest_layer_bytes
+from workers.errors import EngineUnavailable
 from workers.models.family import ResolvedFamily
+from workers.serving.gpu_verification import BYTES_PER_PARAMETER
 from workers.training.memory import activation_bytes, divided_layers, reduction_bytes, tokens_within
 
 __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
@@ -27,10 +39,11 @@ LEAST_PLANNED_TOKENS = 2_048
 class GradientPlace:
     """The device on which a study computes gradients, and whether activations are recomputed there.
 
-    If the device is a GPU, no engine uses it. `recomputes` says whether activations are computed twice to save memory.
-    `reason` says in words why this device was chosen; it is "" if no machine has a GPU. `num_gpus` is the number of
-    GPUs of one machine over which the layers of the model are divided; it is not used for the CPU. `tokens` is the
-    number of tokens of a pass for which memory is planned.
+    `recomputes` says whether activations are computed twice to save memory. `reason` says in words why this device was
+    chosen; it is "" if no machine has a GPU. `num_gpus` is the number of GPUs of one machine over which the layers of
+    the model are divided; it is not used for the CPU. `tokens` is the number of tokens of a pass for which memory is
+    planned. `gpu_share` is the share of the GPU's memory that gradients take if an engine uses the same GPU; it is 0
+    if no engine does.
     """
 
     device: Literal["cuda", "cpu"]
@@ -38,6 +51,7 @@ class GradientPlace:
     reason: str = ""
     num_gpus: int = 1
     tokens: int = PASS_TOKENS
+    gpu_share: float = 0.0
 
 
 def gradient_place(
@@ -47,28 +61,33 @@ def gradient_place(
     *,
     plan: Callable[[GradientPlace | None], MemoryPlan],
     max_layers: int = 0,
+    aligns: bool = False,
 ) -> tuple[GradientPlace | None, str]:
-    """Choose the device on which a study computes gradients: a GPU without an engine, else the CPU.
+    """Choose the device on which a study computes gradients: a GPU without an engine, a GPU with an engine, or the CPU.
 
-    A GPU is chosen if it has no engine, and if model, gradients and activations fit into its memory. If they fit only
-    with recomputed activations, activations are recomputed. Otherwise the CPU is chosen, if the host's memory has room
-    for engines and gradients. If the study does not even fit into the host's memory without gradients, the CPU is
-    chosen too, and `check_memory` reports the lack of memory.
+    A GPU is chosen if model, gradients and activations fit into its memory, and the memory of an engine too if the
+    GPU has one. If they fit only with recomputed activations, activations are recomputed. Otherwise the CPU is chosen,
+    if the host's memory has room for engines and gradients. If the study does not even fit into the host's memory
+    without gradients, the CPU is chosen too, and `check_memory` reports the lack of memory.
 
     `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
     the memory of the study with gradients on a given device; the device None means without gradients. `max_layers` is
-    the number of layers of the longest merge if merges have any number of layers, else 0. Returns the choice and "", or
-    None and the reason why no device fits.
+    the number of layers of the longest merge if merges have any number of layers, else 0. `aligns` says whether merges
+    may have alignments. Returns the choice and "", or None and the reason why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
     why = ""
     if has_gpus:
         free = sum(group.num_gpus * group.most for group in machines) - study.engine.num_gpus
-        why = f"engines use all {study.engine.num_gpus} GPUs"
+        why = f"engines use {'the only GPU' if study.engine.num_gpus == 1 else f'all {study.engine.num_gpus} GPUs'}"
         if free > 0:
             place, why = _on_gpu(study, sources, machines, gradient_value_bytes(study, "cuda"), max_layers)
             if place is not None and plan(place).fits:
                 return place, ""
+        beside, why_not = _beside_engine(study, sources, machines, max_layers, aligns=aligns)
+        if beside is not None and plan(beside).fits:
+            return beside, ""
+        why += why_not
     on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
     with_gradients = plan(on_cpu)
     if with_gradients.fits or not plan(None).fits:
@@ -124,6 +143,82 @@ def _on_gpu(
             least_place = GradientPlace("cuda", recomputes=True, tokens=LEAST_PLANNED_TOKENS)
             needed = _bytes_on_gpu(sources, value_bytes, max_layers, least_place)
     return None, f"they need {gib(needed)} of a GPU, which has {gib(total)}"
+
+
+def _beside_engine(
+    study: Study, sources: ResolvedFamily, machines: Sequence[EngineMachines], max_layers: int, *, aligns: bool
+) -> tuple[GradientPlace | None, str]:
+    """Plan gradients on the GPU of an engine; return (place, ""), or (None, reason) if engine and gradients do not fit.
+
+    Every engine of the study leaves the same share of its GPU's memory to gradients. Larger passes are preferred, then
+    activations that are kept; but an engine that serves many texts at once is preferred to both, and several engines
+    always serve many. The share is made large enough for verification after the search, if the engine still serves many
+    texts at once then. Engines on several GPUs, and engines of images, whose memory is not planned, share no GPU.
+
+    `sources` are the study's models. The plan must fit on the smallest GPU of `machines`, the groups of machines.
+    `max_layers` is the number of layers of the longest merge if merges have any number of layers, else 0. `aligns` says
+    whether merges may have alignments.
+    """
+    if study.engine.tensor_parallel_size > 1 or not sources.modality.runs_on_vllm:
+        return None, ""
+    known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
+    if not known:
+        return None, ", and the memory of GPUs is not known"
+    total, value_bytes = min(known), gradient_value_bytes(study, "cuda")
+    places = [
+        GradientPlace("cuda", recomputes=recomputes, tokens=tokens)
+        for recomputes, tokens in ((False, PASS_TOKENS), *((True, PASS_TOKENS >> halved) for halved in range(4)))
+    ]
+    fits = partial(_engine_fits, study, sources, total, max_layers=max_layers, aligns=aligns)
+    # One of several engines can be left out to free its GPU, so several engines are not made slow.
+    for texts in (MANY_TEXTS, FEW_TEXTS) if study.engine.replicas == 1 else (MANY_TEXTS,):
+        for place in places:
+            needed = _bytes_on_gpu(sources, value_bytes, max_layers, place)
+            share = _share_of(needed, total)
+            if share < 1 and fits(share, texts):
+                if study.engine.verify is not False and not aligns:
+                    verifying = _share_of(BYTES_PER_PARAMETER * sources.num_parameters, total)
+                    share = verifying if share < verifying < 1 and fits(verifying, MANY_TEXTS) else share
+                twice = ", with activations computed twice" if place.recomputes else ""
+                smaller = "" if place.tokens == PASS_TOKENS else f" in passes of {place.tokens:,} tokens"
+                reason = f"gradients share the GPU of an engine, in {gib(needed)} of its {gib(total)}{twice}{smaller}"
+                return replace(place, gpu_share=share, reason=reason), ""
+    return None, f", and beside an engine a GPU has no room for the {gib(needed)} of gradients"
+
+
+def _share_of(num_bytes: int, total: int) -> float:
+    """The share of a GPU with `total` bytes for a process that needs `num_bytes` bytes and a context."""
+    return math.ceil(1e4 * (num_bytes + CONTEXT_BYTES) / total) / 1e4
+
+
+def _engine_fits(
+    study: Study, sources: ResolvedFamily, total: int, share: float, texts: int, *, max_layers: int, aligns: bool
+) -> bool:
+    """Whether an engine that serves `texts` texts at once can leave `share` of a GPU's `total` bytes to other uses.
+
+    The other arguments are as in `_beside_engine`.
+    """
+    free = free_for_engine(total, total, share)
+    config, dtype = sources.base.settings, engine_dtype(study)
+    max_length = study.engine.max_model_len
+    if max_layers:
+        try:
+            needs, _ = path_requirements(
+                sources,
+                config=config,
+                dtype=dtype,
+                max_length=max_length,
+                ranks=1,
+                max_layers=max_layers,
+                aligns=aligns,
+                gpu_free=free,
+                gpu_total=total,
+            )
+        except EngineUnavailable:
+            return False
+    else:
+        needs = memory_requirements(sources, config=config, dtype=dtype, max_length=max_length)
+    return needs.engine(texts) + needs.beside <= usable_gpu_bytes(free, total)
 
 
 def _free_on_one_machine(study: Study, machines: Sequence[EngineMachines]) -> int:

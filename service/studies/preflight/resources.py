@@ -20,6 +20,7 @@ from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from workers.engines.host_memory import total_host_bytes
 from workers.engines.vllm.memory import HOST_SHARE
 from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, widest_layer_bytes
+from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
@@ -152,8 +153,10 @@ def machines_for(
     """
     import torch
 
-    here = EngineMachines(torch.cuda.device_count(), total_host_bytes())
-    found = stated_machines() or tuple(known) or (here,)
+    found = stated_machines() or tuple(known)
+    if not found:
+        num_gpus = torch.cuda.device_count()
+        found = (EngineMachines(num_gpus, total_host_bytes(), smallest_gpu_bytes() if num_gpus else None),)
     if available_bytes is not None:
         found = tuple(replace(group, memory_bytes=available_bytes) for group in found)
     with_gpus = tuple(machines for machines in found if machines.num_gpus)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from importlib.metadata import version
+from typing import Any
 
 from search_spaces.baselines import all_baselines
 from search_spaces.costs import ModelSize
@@ -217,12 +218,15 @@ class PreflightResult:
     def engine_options(self) -> EngineOptions:
         """Options of the study's engines.
 
-        The option `max_layers` is set only in search spaces whose merges may have any number and order of layers.
+        The option `max_layers` is set only in search spaces whose merges may have any number and order of layers, and
+        `gpu_share_left` only if gradients are computed on the GPU of an engine.
         """
-        options = self.study.engine.options
-        if not isinstance(self.space, LayeredSpace):
-            return options
-        return options.model_copy(update={"max_layers": self.space.max_layers})
+        further: dict[str, Any] = {}
+        if isinstance(self.space, LayeredSpace):
+            further["max_layers"] = self.space.max_layers
+        if self.gradients is not None:
+            further["gpu_share_left"] = self.gradients.gpu_share
+        return self.study.engine.options.model_copy(update=further)
 
     def resolved(self) -> ResolvedStudy:
         return ResolvedStudy(

@@ -17,6 +17,7 @@ from service.errors import StudyFailed
 from service.store.steps import ChargedRequest, GradientResult, LossesResult
 from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
+from workers.serving.gpu_shares import has_share, on_share
 from workers.types import Completions
 
 __all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients", "on_free_device"]
@@ -39,9 +40,10 @@ ACTOR_CPUS = 0.1
 class RayGradients:
     """The driver's client of a gradient actor: a Ray actor that computes losses and gradients, one request at a time.
 
-    The actor computes on the device of its `inputs`. If this device is a GPU and no GPU is free when the actor starts,
-    the actor computes on the CPU. `actor` is the handle of the Ray actor, or None before the first request. `pending`
-    is the reference to the running call, which other code passes to `ray.wait`.
+    The actor computes on the device of its `inputs`. If this device is a GPU, and when the actor starts no GPU is free
+    and no engine leaves a share of its GPU, the actor computes on the CPU. `actor` is the handle of the Ray actor, or
+    None before the first request. `pending` is the reference to the running call, which other code passes to
+    `ray.wait`.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -162,8 +164,7 @@ class RayGradients:
         """
         inputs = on_free_device(self._inputs, list(available_resources_per_node().values()))
         kind: Any = ray.remote(GradientActor)
-        num_gpus = inputs.num_gpus if inputs.device == "cuda" else 0
-        self.actor = kind.options(num_cpus=ACTOR_CPUS, num_gpus=num_gpus).remote(inputs)
+        self.actor = kind.options(num_cpus=ACTOR_CPUS, **_reserved(inputs)).remote(inputs)
         self._start_call, self._start_by = self.actor.__ray_ready__.remote(), time.monotonic() + START_S
         if self._completions is not None:
             self.actor.use_completions.remote(self._completions())
@@ -171,16 +172,27 @@ class RayGradients:
             self.actor.use_coefficients.remote(self._coefficients)
 
 
+def _reserved(inputs: GradientInputs) -> Mapping[str, Any]:
+    """Ray options for the GPUs of a gradient actor, of which it may share one with an engine."""
+    if inputs.device != "cuda":
+        return {"num_gpus": 0}
+    share = inputs.options.gpu_share_left
+    return on_share(share) if share else {"num_gpus": inputs.num_gpus}
+
+
 def on_free_device(inputs: GradientInputs, machines: Sequence[Mapping[str, float]]) -> GradientInputs:
     """The inputs of a gradient actor, changed to compute on the CPU if no GPU is free.
 
-    `machines` has Ray's free resources of each machine. `inputs` is returned unchanged if it asks for the CPU, or if
-    one machine has the required number of free GPUs. An actor that reserves GPUs which no machine has free would wait
-    forever. A model whose layers are divided over several GPUs is not computed on the CPU, which would take days:
-    instead, EngineUnavailable is raised if no machine has the required number of free GPUs.
+    `machines` has Ray's free resources of each machine. `inputs` is returned unchanged if it asks for the CPU, and if
+    one machine has the required number of free GPUs, or the free part of an engine's GPU. An actor that reserves GPUs
+    which no machine has free would wait forever. A model whose layers are divided over several GPUs is not computed on
+    the CPU, which would take days: instead, EngineUnavailable is raised if no machine has the required number of free
+    GPUs.
     """
     free = max((machine.get("GPU", 0) for machine in machines), default=0)
     if inputs.device != "cuda" or free >= inputs.num_gpus:
+        return inputs
+    if inputs.options.gpu_share_left and has_share(free):
         return inputs
     if inputs.num_gpus > 1:
         raise EngineUnavailable(

@@ -118,6 +118,34 @@ def test_the_caller_verifies_where_no_gpu_is_free(
     assert "verification is computed on the CPU: PyTorch finds no GPU" in caplog.text
 
 
+def test_the_share_of_an_engines_gpu_verifies(
+    ray_cluster: None, asked: tuple[tuple[Any, ...], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If no GPU is free, the share that an engine leaves is used, as soon as no gradients need it."""
+    shares: list[float] = []
+
+    def a_cpu_for(share: float) -> Mapping[str, Any]:
+        shares.append(share)
+        return {"num_cpus": 1}
+
+    monkeypatch.setattr(gpu_verification, "on_share", a_cpu_for)
+    arguments, options = asked
+
+    def verified(free: float, share: float) -> Any:
+        resources = {"GPU": free}
+        return verify_on_free_gpus(
+            arguments, options, num_parameters=1, share=share, device="cpu", resources=lambda: resources, reserved=a_cpu
+        )
+
+    assert verified(0.0, 0.4) is None, "gradients have the share"
+    assert verified(0.1, 0.0) is None, "no share is left"
+    assert not shares
+    assert verified(0.1, 0.4) is not None
+    assert shares == [0.4]
+    assert verified(1.1, 0.4) is not None
+    assert shares == [0.4], "a free GPU comes first"
+
+
 def test_as_many_gpus_as_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """The GPU with the least free memory decides how many are needed."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
@@ -128,6 +156,9 @@ def test_as_many_gpus_as_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert one.num_needed(2**30 + 1) == 2
     assert two.num_needed(8 * 2**30 // 5) == 2
     assert two.num_needed(8 * 2**30 // 5 + 1) == 3
+    # Beside an engine, only its share of the memory counts, even if more is free.
+    assert GpuVerifier("cuda", 1, 0.0625).num_needed(2**30) == 1
+    assert GpuVerifier("cuda", 1, 0.06).num_needed(2**30) == 2
 
 
 class TwoNeeded(GpuVerifier):

@@ -27,6 +27,7 @@ __all__ = [
     "MemoryRequirements",
     "batched_tokens",
     "divide_memory",
+    "free_for_engine",
     "kv_cache_bytes",
     "kv_token_bytes",
     "memory_requirements",
@@ -171,6 +172,15 @@ def usable_gpu_bytes(gpu_free: int, gpu_total: int) -> int:
     `gpu_total`.
     """
     return min(int(USABLE_SHARE * gpu_total), gpu_free - CONTEXT_BYTES)
+
+
+def free_for_engine(gpu_free: int, gpu_total: int, share_left: float) -> int:
+    """Bytes of a GPU that count as free for an engine, if it leaves the share `share_left` of the GPU to other uses.
+
+    The other uses may have begun or not: `gpu_free` is the number of bytes that are free now, of `gpu_total` bytes. The
+    part of a GPU that nobody plans for (1 - USABLE_SHARE) stays free.
+    """
+    return min(gpu_free, int((USABLE_SHARE - share_left) * gpu_total) + CONTEXT_BYTES) if share_left else gpu_free
 
 
 def _share(num_bytes: int, total: int) -> float:

@@ -141,7 +141,7 @@ def test_gpus_without_an_engine_verify(planned: Planned) -> None:
         place = next(part.place for part in plan.placement.parts if part.name == "verification")
         return place, next(phase.seconds.most for phase in plan.phases if phase.name == "verification")
 
-    free, full = of(), of(engine={"replicas": 8})
+    free, full = of(), of(engine={"replicas": 4, "tensor_parallel_size": 2})
     assert free[0] == "a GPU without an engine, after the search"
     assert full[0] == "host CPU, after the search"
     assert 4 * free[1] < full[1]
@@ -151,12 +151,73 @@ def test_gpus_without_an_engine_verify(planned: Planned) -> None:
     assert 4 * two[1] < one[1]
 
 
+def test_the_only_gpu_computes_gradients_too(planned: Planned) -> None:
+    """Engine and gradients of a 7B model share a GPU of 80 GB, and verification follows the gradients there."""
+    plan = planned("Qwen2.5-7B, 3 full experts").machine
+    assert plan.fits
+    assert plan.advice == ()
+    of = {part.name: part for part in plan.placement.parts}
+    assert of["gradients beside engines"].place.startswith("one engine's GPU; each engine leaves ")
+    assert of["verification"].place == "one engine's GPU, in the memory of gradients, after the search"
+    assert plan.placement.gpu_bytes <= plan.placement.gpu_capacity
+    assert plan.placement.texts >= 128
+    assert plan.gpu_hours == plan.hours
+    alone = planned("Qwen2.5-7B, 3 full experts", profile="a100x2").machine
+    assert any(part.place.startswith("a GPU of their own") for part in alone.placement.parts)
+    steps = {
+        profile: next(phase.seconds.most for phase in plan.phases if phase.name == "gradient step")
+        for profile, plan in (("shared", plan), ("own", alone))
+    }
+    assert steps["shared"] == pytest.approx(steps["own"], rel=0.5)
+
+
+def test_every_engine_leaves_the_same_share(planned: Planned) -> None:
+    """Engines are alike, so with engines on all GPUs of a machine each leaves room for the gradients of the study."""
+    plan = planned("Llama-3-8B, 3 full experts", engine={"replicas": 8}).machine
+    assert plan.fits
+    assert plan.placement.gpu_bytes <= plan.placement.gpu_capacity
+    assert plan.gpu_hours.least == pytest.approx(8 * plan.hours.least)
+
+
+def test_only_a_single_engine_is_made_slow(planned: Planned) -> None:
+    """Several engines that would serve few texts at once share no GPU; a single one, which cannot be left out, does."""
+    name, engine = "Llama-2-13B, 3 full experts", {"dtype": "bfloat16"}
+    many = planned(name).machine
+    assert next(part.place for part in many.placement.parts if part.name == "gradients") == "host CPU"
+    one = planned(name, profile="a100x1", engine=engine).machine
+    assert any(part.name == "gradients beside engines" for part in one.placement.parts)
+    assert 16 <= one.placement.texts < 128
+    assert one.placement.gpu_bytes <= one.placement.gpu_capacity
+    small = planned(name, profile="a100-40gbx1", engine=engine)
+    assert "beside an engine a GPU has no room for the " in small.algorithm_reason
+
+
+def test_refinement_shares_the_gpu_of_a_path_engine(planned: Planned, tmp_path: Path) -> None:
+    """The pool of layers becomes smaller; a longest merge that leaves no room sends the gradients to the CPU."""
+    example = EXAMPLES["Qwen2.5-7B, 3 full experts"]
+
+    def of(max_layers: int) -> StudyPlan:
+        sections = {
+            "search_space": {"kind": "hm3"},
+            "search": {"algorithm": "random", "max_trials": 4, "refinement": {}},
+            "limits": {"max_layers": max_layers},
+        }
+        directory = tmp_path / str(max_layers)
+        study = example_study(directory, example, **sections)
+        return check(study, directory, metadata_only=True, profile=profile_named(example.profile)).machine
+
+    short, long = of(32), of(100)
+    assert any(part.name == "gradients beside engines" for part in short.placement.parts)
+    assert short.placement.gpu_bytes <= short.placement.gpu_capacity
+    assert next(part.place for part in long.placement.parts if part.name.startswith("gradients")) == "host CPU"
+
+
 def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
     """The plan says with how many engines a GPU would compute what takes the CPU long: gradients and verification."""
     name = "Llama-3-8B, 3 full experts"
     assert planned(name).machine.advice == ()
-    gradients, verification = planned(name, engine={"replicas": 8}).machine.advice
-    said = r"{} .* hours on the CPU, because engines use every GPU: use engine\.replicas: 7"
+    gradients, verification = planned(name, engine={"replicas": 4, "tensor_parallel_size": 2}).machine.advice
+    said = r"{} .* hours on the CPU, because engines use every GPU: use engine\.replicas: 3"
     assert re.fullmatch(said.format("gradients take") + r", or search\.algorithm: smac", gradients)
     assert re.match(said.format("verification takes"), verification)
     assert planned("70B on one GPU").machine.advice == (), "what does not fit comes first"

@@ -42,6 +42,7 @@ EIGHT_B: Any = SimpleNamespace(
         settings=LLAMA_3_8B, tensors={name: EMBEDDING if layer is None else LAYER for name, layer in PLACES.items()}
     ),
     num_parameters=8_030_000_000,
+    modality=SimpleNamespace(runs_on_vllm=False),  # engines that share no GPU
     layout=SimpleNamespace(
         num_layers=32, places={name: SimpleNamespace(layer=layer) for name, layer in PLACES.items()}
     ),
@@ -89,8 +90,8 @@ def test_the_sources_of_a_tensor_are_counted() -> None:
     assert reduction_bytes(sources) == (2 + 4) * EMBEDDING.num_bytes + 24 * 2**22
 
 
-def test_gradients_never_share_an_engines_gpu() -> None:
-    """Where engines have all GPUs, or gradients do not fit into one, the CPU computes them and the plan says why."""
+def test_the_cpu_computes_gradients_where_no_gpu_can() -> None:
+    """Where engines that share no GPU have all, or gradients do not fit into one, the plan says why the CPU is used."""
     place, _ = placed(EngineMachines(8, TB, 80 * GB), replicas=8)
     assert place == GradientPlace("cpu", reason="the CPU computes them, as engines use all 8 GPUs")
     place, _ = placed(EngineMachines(2, TB, 16 * GB))
@@ -130,7 +131,7 @@ def test_lack_of_room_for_gradients_is_said() -> None:
     assert place is None
     assert lack == (
         "they need 32.6 GiB of memory beside the engines, 125.7 GiB in all, and 111.8 GiB are available; engines use "
-        "all 1 GPUs"
+        "the only GPU"
     )
     assert placed(EngineMachines(1, 90 * GB, 80 * GB), host=90 * GB)[0] is not None, "engines have no room themselves"
 

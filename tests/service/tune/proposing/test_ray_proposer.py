@@ -342,6 +342,10 @@ def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> N
     on_two = replace(on_gpu, num_gpus=2)
     assert on_free_device(on_two, [{"GPU": 1.0}, {"GPU": 2.0}]) is on_two
     assert (on_gpu.devices, on_two.devices, inputs.devices) == (("cuda",), ("cuda:0", "cuda:1"), ("cpu",))
+    shares = replace(on_gpu, options=on_gpu.options.model_copy(update={"gpu_share_left": 0.4}))
+    assert on_free_device(shares, [{"CPU": 1.0, "GPU": 0.1}]) is shares
+    assert on_free_device(shares, [{"CPU": 1.0, "GPU": 0.05}]) == replace(shares, device="cpu")
+    assert on_free_device(on_gpu, [{"CPU": 1.0, "GPU": 0.1}]) == inputs, "it needs a whole GPU"
     with pytest.raises(EngineUnavailable, match="planned on 2 GPUs of one machine, and at most 1 are free on one"):
         on_free_device(on_two, [{"GPU": 1.0}, {"GPU": 1.0}])
 

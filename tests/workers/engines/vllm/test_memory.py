@@ -18,6 +18,7 @@ from workers.engines.vllm.memory import (
     MemoryRequirements,
     batched_tokens,
     divide_memory,
+    free_for_engine,
     kv_cache_bytes,
     kv_token_bytes,
     memory_requirements,
@@ -78,6 +79,22 @@ def test_what_is_given_out_fits_into_the_gpu() -> None:
                 scratch = needs.scratch if found.gpu_share * total > needs.engine(FEW_TEXTS) else 0
                 assert found.gpu_share * total + bank + scratch <= USABLE_SHARE * total
                 assert found.placements[-1] == "mapped", "there is always a place left"
+
+
+def test_memory_left_to_gradients_stays_free() -> None:
+    """An engine leaves a share of its GPU, and takes the same if gradients use their share already when it starts."""
+    needs = four(MISTRAL_7B)
+    for total in (48 * GB, A100, H200):
+        for share in (0.1, 0.3, 0.4):
+            fresh = total - GB // 2
+            found = divided(needs, total, free=free_for_engine(fresh, total, share))
+            bank = needs.bank if found.placements[0] == "gpu" else 0
+            assert found.gpu_share * total + bank + needs.scratch <= (USABLE_SHARE - share) * total
+            later = free_for_engine(fresh - int(share * total), total, share)
+            assert divided(needs, total, free=later) == found
+    assert free_for_engine(GB, A100, 0.0) == GB
+    with pytest.raises(EngineUnavailable):
+        divided(needs, 24 * GB, free=free_for_engine(24 * GB, 24 * GB, 0.5))
 
 
 def test_placement_of_four_7b_models() -> None:

@@ -17,6 +17,7 @@ from workers.engines.vllm.memory import (
     EngineMemory,
     MemoryRequirements,
     divide_memory,
+    free_for_engine,
     kv_cache_bytes,
     memory_requirements,
 )
@@ -114,6 +115,7 @@ class WeightContents:
 
         ranks = self.options.tensor_parallel_size
         free, total = free_gpu_bytes(ranks)
+        free = free_for_engine(free, total, self.options.gpu_share_left)
         needs = self.requirements(gpu_free=free, gpu_total=total)
         # The copy of an engine that was started before is used again.
         already = shared_bytes(content_name(self.sources.family, "cuda"))

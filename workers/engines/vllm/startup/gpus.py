@@ -1,4 +1,4 @@
-"""The number of GPUs of this machine, and their free memory."""
+"""The number of GPUs of this machine, and their memory."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ import psutil
 
 from workers.errors import EngineUnavailable
 
-__all__ = ["engine_leftovers", "free_gpu_bytes", "gpus_of_this_machine"]
+__all__ = ["engine_leftovers", "free_gpu_bytes", "gpus_of_this_machine", "smallest_gpu_bytes"]
 
 log = logging.getLogger(__name__)
 
@@ -25,6 +25,9 @@ MOSTLY_FREE = 0.9
 
 # Titles of the processes of an engine of several GPUs begin with this (vLLM's multiprocessing executor).
 WORKER_TITLE = "VLLM::"
+
+# Seconds until nvidia-smi must answer. Without its persistence mode, the driver first initialises every GPU.
+SMI_S = 60.0
 
 GPUS = Path("/proc/driver/nvidia/gpus")
 
@@ -38,6 +41,19 @@ def gpus_of_this_machine(folder: Path = GPUS) -> int:
         return len(os.listdir(folder))
     except OSError:
         return 0
+
+
+def smallest_gpu_bytes() -> int | None:
+    """Memory in bytes of this machine's smallest NVIDIA GPU; None if the command nvidia-smi does not say it.
+
+    PyTorch would create a context on a GPU to read its memory, and would keep it until the process ends.
+    """
+    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
+    try:
+        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S)
+        return min(int(line) for line in answer.stdout.split()) << 20
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return None
 
 
 def free_gpu_bytes(

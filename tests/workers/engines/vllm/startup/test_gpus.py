@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from workers.engines.vllm.startup.gpus import engine_leftovers, free_gpu_bytes, gpus_of_this_machine
+from workers.engines.vllm.startup.gpus import engine_leftovers, free_gpu_bytes, gpus_of_this_machine, smallest_gpu_bytes
 from workers.errors import EngineUnavailable
 
 
@@ -16,6 +16,21 @@ def test_gpus_are_counted(tmp_path: Path) -> None:
     for name in ("0000:07:00.0", "0000:0a:00.0"):
         (tmp_path / name).mkdir()
     assert gpus_of_this_machine(tmp_path) == 2
+
+
+def test_memory_of_the_smallest_gpu_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is what nvidia-smi says, and unknown where the command is missing, fails or says something else."""
+    monkeypatch.setenv("PATH", str(tmp_path))
+    assert smallest_gpu_bytes() is None
+    command = tmp_path / "nvidia-smi"
+    for script, expected in (
+        ('[ "$1" = --query-gpu=memory.total ] && echo 81559 && echo 24564', 24564 << 20),
+        ("echo N/A", None),
+        ("exit 9", None),
+    ):
+        command.write_text(f"#!/bin/sh\n{script}\n")
+        command.chmod(0o755)
+        assert smallest_gpu_bytes() == expected
 
 
 def test_memory_that_a_killed_engine_held_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
