@@ -145,7 +145,14 @@ class ProgressDocument(TypedDict):
         Annotated[int, Field(ge=0, description="Gradient steps and policy updates that the searcher has made.")]
     ]
     steps_planned: NotRequired[
-        Annotated[int, Field(ge=0, description="Expected number of `steps`; 0 for a searcher without them.")]
+        Annotated[
+            int,
+            Field(
+                ge=0,
+                description="Expected number of `steps`; 0 for a searcher without them. Those of a refinement are "
+                "counted once the search has ended.",
+            ),
+        ]
     ]
     time_left_s: NotRequired[
         Annotated[float | None, Field(description="Estimated seconds until the study ends; null: not known yet.")]

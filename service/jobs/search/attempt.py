@@ -20,7 +20,7 @@ from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
 from service.jobs.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
-from service.jobs.search.progress import PaceMeter, ProgressReporter, ProgressSnapshot
+from service.jobs.search.progress import SEARCHING, PaceMeter, ProgressReporter, ProgressSnapshot
 from service.jobs.search.verification import verify_trials
 from service.resolved_study import ResolvedStudy
 from service.results.selection import best_trial, chosen_trials, held_out
@@ -420,20 +420,20 @@ def _baselines(store: Store, study_id: str, preflight: PreflightResult) -> tuple
     return baselines_of(trials, preflight.baselines(), has_begun=has_begun)
 
 
-def _planned_steps(algorithm: str, setting: SearchSetting) -> int:
-    """Number of gradient steps and policy updates that a study makes if it is not ended early.
+def _planned_steps(algorithm: str, setting: SearchSetting) -> tuple[int, int]:
+    """Numbers of gradient steps and policy updates of a study that is not ended early: in the search, and after it.
 
     `algorithm` is the name of the searcher, and `setting` has its options. A study may have a refinement, which
-    improves the coefficients of trials of the Pareto front by gradient descent after the search. The number includes
-    the steps of the refinement for the largest number of trials that the setting `search.refinement.paths` allows.
+    improves the coefficients of trials of the Pareto front by gradient descent after the search. Its steps are counted
+    for the largest number of trials that the setting `search.refinement.paths` allows.
     """
     options = setting.options
     refined = 0 if options.refinement is None else options.refinement.paths * options.refinement.steps
     if algorithm == GRADIENT:
-        return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors)) + refined
+        return num_steps_for(options.max_trials, descents_of(options.gradient, setting.vectors)), refined
     if SEARCHERS[algorithm].trains_policy:
-        return (options.max_trials - 1) // options.hm3.episodes + refined  # no update follows the last iteration
-    return refined
+        return (options.max_trials - 1) // options.hm3.episodes, refined  # no update follows the last iteration
+    return 0, refined
 
 
 class _WaitWatch:
@@ -471,12 +471,15 @@ class _Snapshots:
     """Source of snapshots of a running study's progress; a snapshot has the study's counts at one moment.
 
     `coordinator` runs the study, and `preflight` is the checked study. `planned` is the expected number of samples of
-    the whole study, and `planned_steps` is the expected number of gradient steps and policy updates. The method `due`
-    returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now` always returns a
+    the whole study, and `planned_steps` are the expected numbers of steps in the search and after it. Snapshots count
+    the latter once the search has ended: before, their speed is not known, so no time left can include them. The method
+    `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now` always returns a
     snapshot.
     """
 
-    def __init__(self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: int) -> None:
+    def __init__(
+        self, coordinator: Coordinator, preflight: PreflightResult, planned: int, planned_steps: tuple[int, int]
+    ) -> None:
         self._coordinator = coordinator
         self._preflight = preflight
         self._planned = planned
@@ -493,9 +496,12 @@ class _Snapshots:
         leader = best_trial(trials, self._preflight.tasks.objectives)
         position = self._coordinator.table.position()
         scored = self._coordinator.num_samples_scored
+        stage = self._coordinator.stage
+        in_search, after_it = self._planned_steps
+        planned_steps = in_search if stage == SEARCHING else in_search + after_it
         return ProgressSnapshot(
             study=study.name,
-            stage=self._coordinator.stage,
+            stage=stage,
             trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
             max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.num_proposals,
             bracket=position[0] if position else None,
@@ -509,7 +515,7 @@ class _Snapshots:
             samples_used=self._coordinator.num_samples_used,
             max_samples=study.limits.max_samples,
             steps=self._coordinator.num_steps,
-            steps_planned=max(self._planned_steps, self._coordinator.num_steps),
+            steps_planned=max(planned_steps, self._coordinator.num_steps),
         )
 
 

@@ -15,13 +15,14 @@ from typing import Any, Protocol, Self
 from service.results.format import duration
 from service.types import TrialState
 
-__all__ = ["Pace", "PaceMeter", "ProgressReporter", "ProgressSnapshot", "as_line", "speed_text"]
+__all__ = ["SEARCHING", "Pace", "PaceMeter", "ProgressReporter", "ProgressSnapshot", "as_line", "speed_text"]
 
 # Samples per second and time left are measured over this window: long enough to hold several chunks and swaps.
 RATE_WINDOW_S = 60.0
 
-# The stages in which steps are computed.
-WITH_STEPS = ("searching", "refining")
+# The stage of the search, and the stages in which steps are computed.
+SEARCHING = "searching"
+WITH_STEPS = (SEARCHING, "refining")
 
 
 class ProgressReporter(Protocol):
@@ -58,8 +59,8 @@ class ProgressSnapshot:
     - `samples_used`: the number of samples that the search has scored, plus the number that computed losses and
       gradients count as.
     - `max_samples`: the limit of `samples_used`; None if the study has no limit.
-    - `steps`: the gradient steps and policy updates that the searcher has made; `steps_planned`: the expected total
-      number of steps; 0 for a searcher without steps.
+    - `steps`: the gradient steps and policy updates that were made; `steps_planned`: their expected total number, in
+      which those of a refinement are counted once the search has ended; 0 for a searcher without steps.
     """
 
     study: str

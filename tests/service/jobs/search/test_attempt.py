@@ -27,6 +27,7 @@ from service.jobs.search.attempt import (
     _keep_prompts,
     _planned_steps,
     _reason_to_fail,
+    _Snapshots,
     execute,
     stored_alignments,
     with_alignments,
@@ -373,9 +374,23 @@ def test_planned_steps_are_those_of_the_searcher(algorithm: str, max_trials: int
     options = Search(
         max_trials=max_trials, gradient=GradientOptions(steps=48, points=4), hm3=PolicyOptions(episodes=16)
     )
-    assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=options)) == expected
+    assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=options)) == (expected, 0)
     refined = options.model_copy(update={"refinement": RefinementOptions(paths=3, steps=10)})
-    assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=refined)) == expected + 30
+    assert _planned_steps(algorithm, SearchSetting(objectives=("a", "b"), options=refined)) == (expected, 30)
+
+
+@pytest.mark.parametrize("stage", ["searching", "refining", "held-out"])
+def test_steps_of_a_refinement_are_planned_after_the_search(preflight: PreflightResult, stage: str) -> None:
+    """During the search they have no speed, so a time left with them would be that of other steps, or none."""
+    coordinator: Any = SimpleNamespace(
+        trials=(),
+        table=SimpleNamespace(position=lambda: None),
+        stage=stage,
+        num_samples_scored=0,
+        num_samples_used=0,
+        num_steps=2,
+    )
+    assert _Snapshots(coordinator, preflight, 100, (7, 30)).now().steps_planned == (7 if stage == "searching" else 37)
 
 
 def test_requested_trials_are_no_baselines(tmp_path: Path) -> None:
