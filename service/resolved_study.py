@@ -60,6 +60,7 @@ class ResolvedStudy:
     - `recipes`: digests of the recipes that the study file lists, keyed by name.
     - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16"; None
       in studies of earlier versions.
+    - `gpu_share_left`: share of their GPUs' memory that the study's engines leave to gradients.
     """
 
     fingerprints: Mapping[str, str]
@@ -80,6 +81,7 @@ class ResolvedStudy:
     batch: int = 1
     recipes: Mapping[str, str] = field(default_factory=dict)
     dtype: str | None = field(default=None, compare=False)
+    gpu_share_left: float = field(default=0.0, compare=False)
 
     def to_json(self) -> dict[str, Any]:
         """Convert the resolved study to the JSON document that is stored with the study.
@@ -106,6 +108,7 @@ class ResolvedStudy:
             "searcher_version": self.searcher_version,
             **({"recipes": dict(self.recipes)} if self.recipes else {}),
             **({} if self.dtype is None else {"dtype": self.dtype}),
+            **({"gpu_share_left": self.gpu_share_left} if self.gpu_share_left else {}),
             **({} if self.access is None else {"access": asdict(self.access)}),
             **({"chained": {alias: asdict(own) for alias, own in self.chained.items()}} if self.chained else {}),
         }
@@ -152,5 +155,6 @@ class ResolvedStudy:
             batch=document.get("batch", 1),
             recipes=document.get("recipes", {}),
             dtype=document.get("dtype"),
+            gpu_share_left=document.get("gpu_share_left", 0.0),
             chained={alias: ChainedSource(**own) for alias, own in document.get("chained", {}).items()},
         )

@@ -7,12 +7,21 @@ take memory that the engine reserved but does not use all the time, for example 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 from search_spaces.study.engine import EngineOptions
+from workers.engines.vllm.memory import CONTEXT_BYTES
 
-__all__ = ["SHARED_GPUS", "engine_gpus", "has_share", "on_share"]
+__all__ = [
+    "SHARED_GPUS",
+    "engine_gpus",
+    "has_room",
+    "has_share",
+    "machine_with_share",
+    "on_share",
+    "whole_gpus",
+]
 
 # GPUs that Ray reserves for the actor; the engine reserves the rest. So Ray puts neither two engines nor two such
 # actors on one GPU.
@@ -20,8 +29,8 @@ SHARED_GPUS = 0.1
 # Ray counts parts of GPUs in these units.
 UNIT = 1e-4
 
-# The environment variable with settings of PyTorch's memory allocator.
-ALLOCATOR = "PYTORCH_CUDA_ALLOC_CONF"
+# The environment variables with settings of PyTorch's memory allocator; the first wins if both are set.
+ALLOCATOR = ("PYTORCH_CUDA_ALLOC_CONF", "PYTORCH_ALLOC_CONF")
 
 
 def engine_gpus(options: EngineOptions) -> float:
@@ -30,16 +39,44 @@ def engine_gpus(options: EngineOptions) -> float:
 
 
 def has_share(free_gpus: float) -> bool:
-    """Whether `free_gpus`, the GPUs of a machine that Ray has not reserved, have room for an actor beside an engine."""
+    """Whether an actor beside an engine finds room among `free_gpus`, the GPUs of a machine that Ray has not reserved.
+
+    These are a sum over all GPUs of the machine.
+    """
     return free_gpus >= SHARED_GPUS - UNIT
+
+
+def whole_gpus(machines: Iterable[Mapping[str, float]]) -> int:
+    """Number of GPUs without any engine or actor, from the free resources of each machine, as Ray reports them."""
+    return sum(int(free.get("GPU", 0) + UNIT) for free in machines)
+
+
+def machine_with_share(machines: Mapping[str, Mapping[str, float]]) -> str | None:
+    """Node id of a machine on which an engine leaves a part of its GPU; None if there is no such machine.
+
+    `machines` has the free resources of each machine, keyed by node id. An actor that Ray placed on another machine
+    would keep a whole GPU from engines.
+    """
+    return next((node for node, free in machines.items() if has_share(free.get("GPU", 0) % 1)), None)
+
+
+def has_room(share: float) -> bool:
+    """Whether this process, which shares the GPU of an engine, finds `share` of the GPU's memory free.
+
+    It does not if the engine is that of another study and left less.
+    """
+    import torch
+
+    free, total = torch.cuda.mem_get_info()
+    return free >= share * total - CONTEXT_BYTES
 
 
 def on_share(share: float) -> Mapping[str, Any]:
     """Ray options of an actor that shares the GPU of an engine, and takes at most this share of the GPU's memory.
 
-    PyTorch raises an error in the actor if the actor needs more. Settings of PyTorch's memory allocator in this
-    process's environment also apply to the actor.
+    PyTorch raises an error in the actor if the actor needs more; the CUDA context is not counted. Settings of PyTorch's
+    memory allocator in this process's environment also apply to the actor.
     """
-    limit = f"per_process_memory_fraction:{share:g}"
-    settings = ",".join(filter(None, (os.environ.get(ALLOCATOR), limit)))
-    return {"num_gpus": SHARED_GPUS, "runtime_env": {"env_vars": {ALLOCATOR: settings}}}
+    given = next(filter(None, map(os.environ.get, ALLOCATOR)), "").strip(", ")
+    settings = ",".join(filter(None, (given, f"per_process_memory_fraction:{share:g}")))
+    return {"num_gpus": SHARED_GPUS, "runtime_env": {"env_vars": {ALLOCATOR[0]: settings}}}

@@ -46,7 +46,9 @@ def engine_models(
     space = built_space(study, sources, sources.fingerprints, problems)
     if space is None:
         raise InvalidStudy(tuple(problems))
-    family, options = sources.family, study.engine.options
+    # An engine of the study, which may still run, is an engine with the same options.
+    family = sources.family
+    options = study.engine.options.model_copy(update={"gpu_share_left": resolved.gpu_share_left})
     if isinstance(space, AlignedSpace) and space.alignment != "none":
         own = str(alignments_dir(job_dir(data_dir, record.id)).resolve())
         family = replace(family, alignments_dir=artifacts.remote or own)

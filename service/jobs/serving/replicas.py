@@ -12,6 +12,7 @@ from service.jobs.completers import Completer, Place
 from workers.errors import ServeUnavailable
 from workers.serving.application import num_replicas
 from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus, stop
+from workers.serving.gpu_shares import whole_gpus
 from workers.serving.serve_completer import ServeCompleter
 from workers.types import Family
 
@@ -58,16 +59,19 @@ class ServeCompleters:
 
     def num_gpus(self) -> tuple[float, float]:
         import ray
+        from ray._private.state import available_resources_per_node
 
-        total, free = ray.cluster_resources(), ray.available_resources()
-        return float(total.get("GPU", 0)), float(free.get("GPU", 0))
+        free = whole_gpus(available_resources_per_node().values())
+        return float(ray.cluster_resources().get("GPU", 0)), float(free)
 
     def open(self, place: Place) -> Completer:
         limits: dict[str, Any] = {"max_replicas": 1, "max_ongoing": MAX_ONGOING} if place is Place.OWN else {}
         limits["gpus"] = gpu_need()
+        options = self._options
         if place is Place.OWN:
             limits["name"] = self._own
-        scorer = deploy_scorer(self._family, self._options, keep_idle_s=self._keep_idle_s, **limits)
+            options = options.model_copy(update={"gpu_share_left": 0.0})  # no gradients are computed beside it
+        scorer = deploy_scorer(self._family, options, keep_idle_s=self._keep_idle_s, **limits)
         self._opened[place] = scorer.app_name
         return ServeCompleter(scorer.app_name)
 

@@ -208,10 +208,12 @@ def place_study(
         on_cpu = gradients.device == "cpu"
         twice = ", activations recomputed" if gradients.recomputes else ""
         own = "a GPU of their own" if gradients.num_gpus == 1 else f"{gradients.num_gpus} GPUs of their own"
-        on_gpu = f"one engine's GPU; each engine leaves {gpu_share:.0%} of its GPU" if gpu_share else own
+        left = f"{gib(gradient_gpu_bytes)} of the {100 * gpu_share:.0f} % of its GPU that each engine leaves"
+        on_gpu = f"one engine's GPU: {left}" if gpu_share else own
         place = f"{'host CPU' if on_cpu else on_gpu}{twice}"
         name = BESIDE_ENGINES if gpu_share else "gradients"
-        parts.append(Part(name, place, 0 if on_cpu else gradient_gpu_bytes, memory.gradient_bytes))
+        taken = int(gpu_share * profile.gpu_bytes) if gpu_share else gradient_gpu_bytes
+        parts.append(Part(name, place, 0 if on_cpu else taken, memory.gradient_bytes))
     # After the search, when GPUs and memory of gradients are free again.
     verifying = gpus_to_verify(sources.num_parameters, profile)
     # Merges with alignments are verified by the engine's process, on the CPU.

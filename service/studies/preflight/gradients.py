@@ -33,6 +33,8 @@ __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_b
 PASS_TOKENS = 16_384
 # The smallest passes that are planned; smaller ones are computed only if a GPU turns out to be full.
 LEAST_PLANNED_TOKENS = 2_048
+# Engines leave multiples of this share of their GPU's memory.
+SHARE_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -76,18 +78,22 @@ def gradient_place(
     may have alignments. Returns the choice and "", or None and the reason why no device fits.
     """
     has_gpus = any(group.num_gpus for group in machines)
-    why = ""
+    reasons = []
     if has_gpus:
-        free = sum(group.num_gpus * group.most for group in machines) - study.engine.num_gpus
-        why = f"engines use {'the only GPU' if study.engine.num_gpus == 1 else f'all {study.engine.num_gpus} GPUs'}"
+        of_engines = study.engine.num_gpus
+        free = sum(group.num_gpus * group.most for group in machines) - of_engines
         if free > 0:
             place, why = _on_gpu(study, sources, machines, gradient_value_bytes(study, "cuda"), max_layers)
             if place is not None and plan(place).fits:
                 return place, ""
-        beside, why_not = _beside_engine(study, sources, machines, max_layers, aligns=aligns)
+            reasons.append(why)
+        else:
+            reasons.append(f"engines use {'the only GPU' if of_engines == 1 else f'all {of_engines} GPUs'}")
+        beside, why = _beside_engine(study, sources, machines, max_layers, aligns=aligns)
         if beside is not None and plan(beside).fits:
             return beside, ""
-        why += why_not
+        reasons.append(why)
+    why = ", and ".join(filter(None, reasons))
     on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
     with_gradients = plan(on_cpu)
     if with_gradients.fits or not plan(None).fits:
@@ -163,7 +169,7 @@ def _beside_engine(
         return None, ""
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
     if not known:
-        return None, ", and the memory of GPUs is not known"
+        return None, "the memory of GPUs is not known"
     total, value_bytes = min(known), gradient_value_bytes(study, "cuda")
     places = [
         GradientPlace("cuda", recomputes=recomputes, tokens=tokens)
@@ -183,12 +189,15 @@ def _beside_engine(
                 smaller = "" if place.tokens == PASS_TOKENS else f" in passes of {place.tokens:,} tokens"
                 reason = f"gradients share the GPU of an engine, in {gib(needed)} of its {gib(total)}{twice}{smaller}"
                 return replace(place, gpu_share=share, reason=reason), ""
-    return None, f", and beside an engine a GPU has no room for the {gib(needed)} of gradients"
+    return None, f"beside an engine a GPU has no room for the {gib(needed)} of gradients"
 
 
 def _share_of(num_bytes: int, total: int) -> float:
-    """The share of a GPU with `total` bytes for a process that needs `num_bytes` bytes and a context."""
-    return math.ceil(1e4 * (num_bytes + CONTEXT_BYTES) / total) / 1e4
+    """The share of a GPU with `total` bytes for a process that needs `num_bytes` bytes and a context.
+
+    Shares are rounded up to SHARE_STEP, so that similar studies have equal engines, which they can use together.
+    """
+    return round(SHARE_STEP * math.ceil((num_bytes + CONTEXT_BYTES) / (SHARE_STEP * total)), 2)
 
 
 def _engine_fits(

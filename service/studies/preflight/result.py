@@ -248,6 +248,7 @@ class PreflightResult:
             chained=self.models.chained,
             recipes={name: recipe.digest for name, recipe in self.recipes},
             dtype=self.dtype,
+            gpu_share_left=self.engine_options.gpu_share_left,
         )
 
     @property

@@ -12,6 +12,7 @@ from typing import Any
 
 import ray
 import torch
+from ray._private.state import available_resources_per_node
 from ray.exceptions import RayTaskError
 
 from search_spaces.spaces.base import LayerPair
@@ -25,6 +26,7 @@ from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
 from workers.models.family import on_this_machine, open_sources
+from workers.serving.gpu_shares import whole_gpus
 from workers.training.model import TrainableModel
 from workers.types import Placement
 
@@ -116,7 +118,7 @@ def _start_tasks(inputs: AlignmentInputs, pairs: Sequence[LayerPair]) -> dict[La
     one task for each pair fits the pair's alignment to the activations.
     """
     # Engines start later, so that a GPU is free.
-    num_gpus = 1 if ray.available_resources().get("GPU", 0) >= 1 else 0
+    num_gpus = 1 if whole_gpus(available_resources_per_node().values()) else 0
     device = "cuda" if num_gpus else "cpu"
     read: Any = ray.remote(num_cpus=TASK_CPUS, num_gpus=num_gpus)(_read)
     fit: Any = ray.remote(num_cpus=TASK_CPUS)(_fit)

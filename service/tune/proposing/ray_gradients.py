@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
 from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from search_spaces.spaces.base import Coefficients
 from service.errors import StudyFailed
-from service.store.steps import ChargedRequest, GradientResult, LossesResult
+from service.store.steps import ChargedRequest, GradientRequest, GradientResult, LossesRequest, LossesResult
 from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
-from workers.serving.gpu_shares import has_share, on_share
+from workers.serving.gpu_shares import has_room, has_share, machine_with_share, on_share
 from workers.types import Completions
 
 __all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients", "on_free_device"]
@@ -32,6 +33,9 @@ MAX_DEATHS = 3
 
 # Seconds until the process of an actor must run. Ray starts it once a machine has the resources, and it imports torch.
 START_S = 300.0
+
+# Seconds for which the GPU of an actor that died is waited for, and between two looks at Ray's free resources.
+FREED_S, POLL_S = 15.0, 0.5
 
 # CPUs that Ray reserves for the gradient actor. As for a replica, the actor may use more.
 ACTOR_CPUS = 0.1
@@ -162,9 +166,13 @@ class RayGradients:
         gradients are computed. The actor executes its calls in order, so it has the completions and the coefficients
         before the first request.
         """
-        inputs = on_free_device(self._inputs, list(available_resources_per_node().values()))
-        kind: Any = ray.remote(GradientActor)
-        self.actor = kind.options(num_cpus=ACTOR_CPUS, **_reserved(inputs)).remote(inputs)
+        # Ray frees the GPU of an actor that died a moment later.
+        deadline = time.monotonic() + (FREED_S if self._num_deaths else 0.0)
+        while not _is_free(self._inputs, machines := available_resources_per_node()) and time.monotonic() < deadline:
+            time.sleep(POLL_S)
+        inputs = on_free_device(self._inputs, machines)
+        kind: Any = ray.remote(SharingActor if _shares(inputs) else GradientActor)
+        self.actor = kind.options(num_cpus=ACTOR_CPUS, **_reserved(inputs, machines)).remote(inputs)
         self._start_call, self._start_by = self.actor.__ray_ready__.remote(), time.monotonic() + START_S
         if self._completions is not None:
             self.actor.use_completions.remote(self._completions())
@@ -172,29 +180,58 @@ class RayGradients:
             self.actor.use_coefficients.remote(self._coefficients)
 
 
-def _reserved(inputs: GradientInputs) -> Mapping[str, Any]:
-    """Ray options for the GPUs of a gradient actor, of which it may share one with an engine."""
-    if inputs.device != "cuda":
-        return {"num_gpus": 0}
-    share = inputs.options.gpu_share_left
-    return on_share(share) if share else {"num_gpus": inputs.num_gpus}
+class SharingActor(GradientActor):
+    """Gradient actor on the GPU of an engine; if the engine leaves less memory than was planned, the CPU computes."""
+
+    def run(self, request: LossesRequest | GradientRequest) -> LossesResult | GradientResult:
+        """Compute the result of `request`, as the method of the base class does."""
+        share = self._inputs.options.gpu_share_left
+        if self._opened is None and self._inputs.device == "cuda" and not has_room(share):
+            logger.warning("an engine leaves less than %.0f %% of its GPU, so the CPU computes gradients", 100 * share)
+            self._inputs = replace(self._inputs, device="cpu")
+        return super().run(request)
 
 
-def on_free_device(inputs: GradientInputs, machines: Sequence[Mapping[str, float]]) -> GradientInputs:
+def _shares(inputs: GradientInputs) -> bool:
+    """Whether the gradient actor computes on the GPU of an engine."""
+    return inputs.device == "cuda" and inputs.options.gpu_share_left > 0
+
+
+def _reserved(inputs: GradientInputs, machines: Mapping[str, Mapping[str, float]]) -> dict[str, Any]:
+    """Ray options for the GPUs of a gradient actor, of which it may share one with an engine.
+
+    `machines` has Ray's free resources of each machine, keyed by node id.
+    """
+    if not _shares(inputs):
+        return {"num_gpus": inputs.num_gpus if inputs.device == "cuda" else 0}
+    options = dict(on_share(inputs.options.gpu_share_left))
+    if (node := machine_with_share(machines)) is not None:
+        options["scheduling_strategy"] = NodeAffinitySchedulingStrategy(node, soft=False)
+    return options
+
+
+def _is_free(inputs: GradientInputs, machines: Mapping[str, Mapping[str, float]]) -> bool:
+    """Whether a machine has the free GPUs that a gradient actor needs, or the free part of an engine's GPU.
+
+    `machines` has Ray's free resources of each machine, keyed by node id.
+    """
+    free = max((machine.get("GPU", 0) for machine in machines.values()), default=0)
+    return inputs.device != "cuda" or free >= inputs.num_gpus or (_shares(inputs) and has_share(free))
+
+
+def on_free_device(inputs: GradientInputs, machines: Mapping[str, Mapping[str, float]]) -> GradientInputs:
     """The inputs of a gradient actor, changed to compute on the CPU if no GPU is free.
 
-    `machines` has Ray's free resources of each machine. `inputs` is returned unchanged if it asks for the CPU, and if
-    one machine has the required number of free GPUs, or the free part of an engine's GPU. An actor that reserves GPUs
-    which no machine has free would wait forever. A model whose layers are divided over several GPUs is not computed on
-    the CPU, which would take days: instead, EngineUnavailable is raised if no machine has the required number of free
-    GPUs.
+    `machines` has Ray's free resources of each machine, keyed by node id. `inputs` is returned unchanged if it asks for
+    the CPU, and if one machine has the required number of free GPUs, or the free part of an engine's GPU. An actor that
+    reserves GPUs which no machine has free would wait forever. A model whose layers are divided over several GPUs is
+    not computed on the CPU, which would take days: instead, EngineUnavailable is raised if no machine has the required
+    number of free GPUs.
     """
-    free = max((machine.get("GPU", 0) for machine in machines), default=0)
-    if inputs.device != "cuda" or free >= inputs.num_gpus:
-        return inputs
-    if inputs.options.gpu_share_left and has_share(free):
+    if _is_free(inputs, machines):
         return inputs
     if inputs.num_gpus > 1:
+        free = max((machine.get("GPU", 0) for machine in machines.values()), default=0)
         raise EngineUnavailable(
             f"gradients are planned on {inputs.num_gpus} GPUs of one machine, and at most {free:g} are free on one; "
             "free GPUs, or use fewer engine.replicas"

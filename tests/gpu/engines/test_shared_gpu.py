@@ -33,25 +33,26 @@ sys.stdin.read()
 
 
 def test_an_engine_is_right_beside_a_full_share(engines: Engines, small_family: Family, figure: Figure) -> None:
-    """The other process gets no more than the share, and the engine's merges are right while it has all of it."""
+    """The other process gets no more than the share; an engine is right, and another one starts, while it has all."""
     if engines_on() != "cuda":
         pytest.skip("the memory of a CPU is not divided into shares")
-    engine = engines.start(
-        "small Llama, a share left", small_family, OPTIONS.model_copy(update={"gpu_share_left": SHARE})
-    )
+    options = OPTIONS.model_copy(update={"gpu_share_left": SHARE})
+    engine = engines.start("small Llama, a share left", small_family, options)
     free, total = torch.cuda.mem_get_info()
     figure(f"{free / total:.2f} of the GPU are free beside an engine that leaves {SHARE}")
     assert free >= SHARE * total
-    recipes = [arithmetic(small_family, 0.4, 0.9), slerp(small_family, 0.3)]
     environment = os.environ | on_share(SHARE)["runtime_env"]["env_vars"]
     command = [sys.executable, "-c", PROGRAM]
     with subprocess.Popen(command, env=environment, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as other:
         assert other.stdin is not None
         assert other.stdout is not None
         assert other.stdout.readline() == "full True\n"
-        for recipe in recipes:
-            report = engine.swap(recipe)
-            assert report.off_device == "", "the engine has its own memory to merge in"
-            check(answers(engine), recipe, engine)
+        for _ in range(2):
+            for recipe in (arithmetic(small_family, 0.4, 0.9), slerp(small_family, 0.3)):
+                report = engine.swap(recipe)
+                assert report.off_device == "", "the engine has its own memory to merge in"
+                check(answers(engine), recipe, engine)
+            engines.close()
+            engine = engines.start("small Llama, beside a full share", small_family, options)
         other.stdin.close()
     assert other.returncode == 0

@@ -61,7 +61,7 @@ def main(file: str) -> None:
     said["left by the engine"] = free_gpus()
     with open(file) as written:
         said["engine"] = json.load(written)
-    vars(ray_gradients)["GradientActor"] = Seen
+    vars(ray_gradients)["SharingActor"] = vars(ray_gradients)["GradientActor"] = Seen
     inputs = GradientInputs(FAMILY, OPTIONS, {}, device="cuda")
     first, second = RayGradients(inputs), RayGradients(inputs)
     said["first"], said["left by both"] = seen_by(first), free_gpus()

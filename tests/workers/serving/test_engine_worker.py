@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -74,3 +75,22 @@ def test_an_export_that_fits_on_no_disk_is_not_verified(worker: EngineWorker, ti
     found = worker.verify(recipe, (), ())
     assert (found.recipe_digest, found.num_samples) == (recipe.digest, 0)
     assert "the export of the merge cannot be written: [Errno 28] 1.0 GiB of temporary files" in (found.reason or "")
+
+
+def test_the_share_that_the_engine_leaves_is_offered(
+    worker: EngineWorker, tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process that verifies elsewhere may use the part of the GPU that this engine leaves."""
+    asked: list[float] = []
+
+    def elsewhere(*_: Any, share: float, **__: Any) -> VerificationReport:
+        asked.append(share)
+        return FOUND
+
+    monkeypatch.setattr(engine_worker, "scratch", lambda *_, **__: nullcontext(tmp_path))
+    monkeypatch.setattr("workers.export.checkpoint.export", lambda *_, **__: None)
+    worker._verify_elsewhere = elsewhere
+    for share in (0.0, 0.4):
+        worker.engine.options = EngineOptions(max_model_len=64, gpu_share_left=share)
+        assert worker.verify(arithmetic(tied_family, 0.3, 0.5), (), ()) is FOUND
+    assert asked == [0.0, 0.4]

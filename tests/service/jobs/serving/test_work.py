@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from service.jobs.completers import Place
 from service.jobs.driver import drive
 from service.jobs.heartbeat import ENGINE, Heartbeat
 from service.jobs.serving.kind import SERVING
+from service.resolved_study import ResolvedStudy
 from service.store import JobWriter
 from service.store.documents import ENDPOINT
 from service.types import Account, JobRecord, JobState, Role
@@ -133,6 +135,17 @@ def test_served_study_keeps_its_dtype(site: Site, monkeypatch: pytest.MonkeyPatc
         driver.until(driver.answers)
         assert driver.completers.engine is not None
         assert driver.completers.engine.dtype == dtype
+
+
+def test_served_study_uses_the_engine_of_its_search(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An engine that leaves a share of its GPU to gradients is found by its options, which are those of the search."""
+    study = finished(site).job_id
+    resolved = replace(ResolvedStudy.of(site.store.job(study)), gpu_share_left=0.4)
+    monkeypatch.setattr(ResolvedStudy, "of", lambda record: resolved)
+    with Driver(site, study) as driver:
+        driver.until(driver.answers)
+        assert driver.completers.engine is not None
+        assert driver.completers.engine.gpu_share_left == 0.4
 
 
 def test_renamed_job_is_served(site: Site) -> None:

@@ -157,7 +157,7 @@ def test_the_only_gpu_computes_gradients_too(planned: Planned) -> None:
     assert plan.fits
     assert plan.advice == ()
     of = {part.name: part for part in plan.placement.parts}
-    assert of["gradients beside engines"].place.startswith("one engine's GPU; each engine leaves ")
+    assert of["gradients beside engines"].place.startswith("one engine's GPU: ")
     assert of["verification"].place == "one engine's GPU, in the memory of gradients, after the search"
     assert plan.placement.gpu_bytes <= plan.placement.gpu_capacity
     assert plan.placement.texts >= 128

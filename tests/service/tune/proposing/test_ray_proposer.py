@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 import ray
+import torch
 
 from search_spaces.parameters import Parameters
 from search_spaces.spaces import SPACES
@@ -43,7 +44,7 @@ from service.store.steps import (
 from service.studies.preflight.models import searched_models
 from service.tune.coordinator import Coordinator
 from service.tune.proposing.checkpoints import PolicyCheckpoints
-from service.tune.proposing.gradient_actor import GradientInputs
+from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
 from service.tune.proposing.ray_gradients import RayGradients
 from service.tune.proposing.ray_proposer import RayProposer
 from service.tune.searchers.adam import numbers_of
@@ -334,20 +335,42 @@ def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> N
     """An actor planned for a GPU gets one that is free, else the CPU; one planned for the CPU gets no GPU."""
     from service.tune.proposing.ray_gradients import on_free_device
 
+    def given(asked: GradientInputs, *free: float) -> GradientInputs:
+        return on_free_device(asked, {str(node): {"CPU": 8.0, "GPU": gpus} for node, gpus in enumerate(free)})
+
     on_gpu = replace(inputs, device="cuda")
-    assert on_free_device(on_gpu, [{"CPU": 1.0}, {"GPU": 1.0}]) is on_gpu
-    assert on_free_device(on_gpu, [{"CPU": 8.0, "GPU": 0.5}, {"GPU": 0.5}]) == inputs
-    assert on_free_device(on_gpu, []) == inputs
-    assert on_free_device(inputs, [{"GPU": 8.0}]) is inputs
+    assert given(on_gpu, 0.0, 1.0) is on_gpu
+    assert given(on_gpu, 0.5, 0.5) == inputs
+    assert given(on_gpu) == inputs
+    assert given(inputs, 8.0) is inputs
     on_two = replace(on_gpu, num_gpus=2)
-    assert on_free_device(on_two, [{"GPU": 1.0}, {"GPU": 2.0}]) is on_two
+    assert given(on_two, 1.0, 2.0) is on_two
     assert (on_gpu.devices, on_two.devices, inputs.devices) == (("cuda",), ("cuda:0", "cuda:1"), ("cpu",))
     shares = replace(on_gpu, options=on_gpu.options.model_copy(update={"gpu_share_left": 0.4}))
-    assert on_free_device(shares, [{"CPU": 1.0, "GPU": 0.1}]) is shares
-    assert on_free_device(shares, [{"CPU": 1.0, "GPU": 0.05}]) == replace(shares, device="cpu")
-    assert on_free_device(on_gpu, [{"CPU": 1.0, "GPU": 0.1}]) == inputs, "it needs a whole GPU"
+    assert given(shares, 0.1) is shares
+    assert given(shares, 0.05) == replace(shares, device="cpu")
+    assert given(on_gpu, 0.1) == inputs, "it needs a whole GPU"
     with pytest.raises(EngineUnavailable, match="planned on 2 GPUs of one machine, and at most 1 are free on one"):
-        on_free_device(on_two, [{"GPU": 1.0}, {"GPU": 1.0}])
+        given(on_two, 1.0, 1.0)
+
+
+def test_a_sharing_actor_needs_the_memory_that_was_planned(
+    inputs: GradientInputs, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Beside an engine that left less, as one of another study may, the CPU computes, and the log says so."""
+    from service.tune.proposing.ray_gradients import SharingActor
+
+    free = 40 * 2**30
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (free, 80 * 2**30))
+    devices: list[str] = []
+    monkeypatch.setattr(GradientActor, "run", lambda actor, request: devices.append(actor._inputs.device))
+    shares = replace(inputs, device="cuda", options=inputs.options.model_copy(update={"gpu_share_left": 0.5}))
+    request = LossesRequest(label="", point=(), positions={})
+    SharingActor(shares).run(request)
+    free = 38 * 2**30
+    SharingActor(shares).run(request)
+    assert devices == ["cuda", "cpu"]
+    assert "an engine leaves less than 50 % of its GPU, so the CPU computes gradients" in caplog.text
 
 
 def test_actor_that_gets_no_resources_does_not_wait_forever(

@@ -90,7 +90,7 @@ def test_memory_left_to_gradients_stays_free() -> None:
             found = divided(needs, total, free=free_for_engine(fresh, total, share))
             bank = needs.bank if found.placements[0] == "gpu" else 0
             assert found.gpu_share * total + bank + needs.scratch <= (USABLE_SHARE - share) * total
-            later = free_for_engine(fresh - int(share * total), total, share)
+            later = free_for_engine(fresh - int(share * total) - GB // 2, total, share)
             assert divided(needs, total, free=later) == found
     assert free_for_engine(GB, A100, 0.0) == GB
     with pytest.raises(EngineUnavailable):
@@ -252,6 +252,30 @@ def test_kv_cache_holds_one_whole_text_and_no_more_than_needed() -> None:
     assert kv_cache_bytes(large, 32768, "bfloat16") >= 32768 * 2 * 32 * 8 * 128 * 2
 
 
+def test_an_engine_beside_gradients_measures_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its keys and values have the bytes that were planned, because vLLM's measurement would count other processes."""
+    needs = four(MISTRAL_7B)
+    engine = object.__new__(WeightContents)  # the constructor asks vLLM about this machine
+    engine.is_cpu, engine.most_engines = False, None
+    monkeypatch.setattr(engine, "sources", SimpleNamespace(family=None), raising=False)
+    monkeypatch.setattr(engine, "requirements", lambda **_: needs)
+    monkeypatch.setattr(contents, "free_gpu_bytes", lambda ranks, share_left: (A100 - GB // 2, A100))
+    monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 1)
+    monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB)
+    monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
+    monkeypatch.setattr(node, "shared_bytes", lambda name: 0)
+    monkeypatch.setattr(node, "free_shared_bytes", lambda: 100 * GB)
+    engine.options = EngineOptions()
+    alone, _ = engine.options_by_device()
+    assert "kv_cache_memory_bytes" not in alone
+    engine.options = EngineOptions(gpu_share_left=0.4)
+    beside, _ = engine.options_by_device()
+    assert beside["gpu_memory_utilization"] <= USABLE_SHARE - 0.4
+    held = beside["gpu_memory_utilization"] * A100
+    assert beside["kv_cache_memory_bytes"] == pytest.approx(held - needs.weights - (2 << 30), abs=1)
+    assert beside["kv_cache_memory_bytes"] >= FEW_TEXTS * TEXT_TOKENS * needs.kv_token
+
+
 @pytest.mark.parametrize(("already", "placement"), [(0, "mapped"), (70 * GB, "host")])
 def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """An engine keeps its sources in the copy of an earlier one, although there is no room for a second."""
@@ -260,7 +284,7 @@ def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monke
     engine.options, engine.is_cpu, engine.most_engines = EngineOptions(), False, None
     monkeypatch.setattr(engine, "sources", SimpleNamespace(family=None), raising=False)
     monkeypatch.setattr(engine, "requirements", lambda **_: needs)
-    monkeypatch.setattr(contents, "free_gpu_bytes", lambda ranks: (A100 - GB // 2, A100))
+    monkeypatch.setattr(contents, "free_gpu_bytes", lambda ranks, share_left: (A100 - GB // 2, A100))
     monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 8)
     monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB - already)
     monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from search_spaces.recipe import Recipe
@@ -114,8 +115,9 @@ class WeightContents:
         from workers.merging.node import free_shared_bytes, shared_bytes
 
         ranks = self.options.tensor_parallel_size
-        free, total = free_gpu_bytes(ranks)
-        free = free_for_engine(free, total, self.options.gpu_share_left)
+        share_left = self.options.gpu_share_left
+        free, total = free_gpu_bytes(ranks, share_left=share_left)
+        free = free_for_engine(free, total, share_left)
         needs = self.requirements(gpu_free=free, gpu_total=total)
         # The copy of an engine that was started before is used again.
         already = shared_bytes(content_name(self.sources.family, "cuda"))
@@ -130,8 +132,12 @@ class WeightContents:
         log.info("%s; the engine has %.2f of the GPU", memory.reason, memory.gpu_share)
         opening |= {"placements": memory.placements, "scratch_bytes": needs.scratch, "reason": memory.reason}
         opening["max_recent_bytes"] = memory.recent
+        # vLLM sizes its cache by the GPU's free memory before and after a pass, in which another process may take or
+        # free some.
+        cache = int(memory.gpu_share * total) - replace(needs, kv_token=0).engine(1)
         return {
             "gpu_memory_utilization": memory.gpu_share,
+            **({"kv_cache_memory_bytes": cache} if share_left else {}),
             # Other kernels for mixtures of experts reorder the weights while loading them; weights written later
             # would be read in the wrong order.
             "moe_backend": "triton",

@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
+from functools import cache
 from pathlib import Path
 
 import psutil
@@ -26,9 +27,6 @@ MOSTLY_FREE = 0.9
 # Titles of the processes of an engine of several GPUs begin with this (vLLM's multiprocessing executor).
 WORKER_TITLE = "VLLM::"
 
-# Seconds until nvidia-smi must answer. Without its persistence mode, the driver first initialises every GPU.
-SMI_S = 60.0
-
 GPUS = Path("/proc/driver/nvidia/gpus")
 
 
@@ -43,22 +41,21 @@ def gpus_of_this_machine(folder: Path = GPUS) -> int:
         return 0
 
 
+@cache
 def smallest_gpu_bytes() -> int | None:
-    """Memory in bytes of this machine's smallest NVIDIA GPU; None if the command nvidia-smi does not say it.
+    """Memory in bytes of the smallest GPU that this process may use; None if PyTorch cannot read it.
 
-    PyTorch would create a context on a GPU to read its memory, and would keep it until the process ends.
+    A subprocess reads it once. In this process, reading it would create a CUDA context on each GPU.
     """
-    command = ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"]
-    try:
-        answer = subprocess.run(command, capture_output=True, text=True, check=True, timeout=SMI_S)
-        return min(int(line) for line in answer.stdout.split()) << 20
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return None
+    code = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
+    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    return min(map(int, answer.stdout.split()), default=None)
 
 
 def free_gpu_bytes(
     num_gpus: int,
     *,
+    share_left: float = 0.0,
     wait_s: float = 20.0,
     leaving_wait_s: float = 600.0,
     poll_s: float = 1.0,
@@ -67,16 +64,17 @@ def free_gpu_bytes(
     """Wait for GPU memory to become free, and return (free, total) bytes, the smallest over the first `num_gpus` GPUs.
 
     An engine that was just killed may still hold GPU memory. The wait ends when the share MOSTLY_FREE of the memory is
-    free, but at the latest after `wait_s` seconds. While processes of a killed engine still run, it lasts up to
-    `leaving_wait_s` seconds, because they may have to finish their current merge. `leaving` returns descriptions of
-    these processes (by default the function `engine_leftovers`). `poll_s` is the time between two checks, in seconds.
-    Raises EngineUnavailable if the free memory cannot be read.
+    free, not counting the share `share_left`, which other processes may use; but at the latest after `wait_s` seconds.
+    While processes of a killed engine still run, it lasts up to `leaving_wait_s` seconds, because they may have to
+    finish their current merge. `leaving` returns descriptions of these processes (by default the function
+    `engine_leftovers`). `poll_s` is the time between two checks, in seconds. Raises EngineUnavailable if the free
+    memory cannot be read.
     """
     started, noted = time.monotonic(), ""
     while True:
         free, total = _gpu_bytes(num_gpus)
         waited = time.monotonic() - started
-        if free >= MOSTLY_FREE * total or waited >= leaving_wait_s:
+        if free >= (MOSTLY_FREE - share_left) * total or waited >= leaving_wait_s:
             return free, total
         processes = (leaving or engine_leftovers)()
         if waited >= wait_s and not processes:
