@@ -60,7 +60,7 @@ class ResolvedStudy:
     - `recipes`: digests of the recipes that the study file lists, keyed by name.
     - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16"; None
       in studies of earlier versions.
-    - `gpu_share_left`: share of their GPUs' memory that the study's engines leave to gradients.
+    - `gpu_share_left`: share of their GPUs' memory that the study's engines leave to gradients and verification.
     """
 
     fingerprints: Mapping[str, str]

@@ -82,7 +82,7 @@ class EngineOptions(Engine):
     every merge has as many layers as the base.
     """
     gpu_share_left: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    """The share of its GPU's memory that the engine leaves free, because gradients are computed on the same GPU."""
+    """The share of its GPU's memory that the engine leaves free for gradients and verification on the same GPU."""
     seed: int = 0
     """The seed of vLLM."""
 

@@ -43,7 +43,8 @@ __all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "gpus_to_verify", "place_stu
 HOST_USABLE = 0.95
 # Parts whose GPUs have no engine; the others share each GPU of an engine.
 ON_OWN_GPUS = frozenset({"gradients", "verification"})
-BESIDE_ENGINES = "gradients beside engines"
+# Their names, if they take a share that an engine leaves.
+BESIDE = " beside engines"
 # Shares of a GPU are rounded down to 1e-4; more than this share of the memory for merging is all of it.
 RESERVED = 0.99
 # Copies of a checkpoint that a verification has in memory (`workers.engines.transformers.verification.COPIES`).
@@ -113,6 +114,7 @@ def place_study(
     memory: MemoryPlan,
     gradients: GradientPlace | None,
     gradient_gpu_bytes: int = 0,
+    gpu_share_left: float = 0.0,
     max_layers: int = 0,
     aligns: bool = False,
 ) -> StudyPlacement:
@@ -126,6 +128,7 @@ def place_study(
         memory: Host memory that the study needs, as the checks of the study planned it.
         gradients: Where gradients are computed; None if the study computes none.
         gradient_gpu_bytes: Bytes that gradients need of a GPU.
+        gpu_share_left: Share of its GPU's memory that each engine leaves to gradients and verification.
         max_layers: Number of layers of the longest merge if merges have any number of layers, else 0.
         aligns: Whether merges may have alignments between layers.
     """
@@ -134,8 +137,8 @@ def place_study(
     each = max(1, profile.gpus // ranks) if on_gpus else study.engine.replicas
     nodes = min(profile.nodes, math.ceil(study.engine.replicas / each)) if on_gpus else min(profile.nodes, each)
     engines = math.ceil(study.engine.replicas / max(1, nodes))
-    gpu_share = gradients.gpu_share if gradients is not None else 0.0
-    has_own_gpus = gradients is not None and gradients.device == "cuda" and not gpu_share
+    is_beside = gradients is not None and gradients.gpu_share > 0
+    has_own_gpus = gradients is not None and gradients.device == "cuda" and not is_beside
     own_gpus = gradients.num_gpus if gradients is not None and has_own_gpus else 0
     # The machine with fewest engines has most GPUs for gradients.
     on_last = study.engine.replicas - engines * (nodes - 1)
@@ -149,7 +152,7 @@ def place_study(
     if on_gpus:
         capacity = usable_gpu_bytes(profile.gpu_bytes, profile.gpu_bytes)
         processes = engines * ranks
-        gpu_free = free_for_engine(profile.gpu_bytes, profile.gpu_bytes, gpu_share)
+        gpu_free = free_for_engine(profile.gpu_bytes, profile.gpu_bytes, gpu_share_left)
         needs, lack = _requirements(
             study, sources, profile, gpu_free=gpu_free, dtype=dtype, max_layers=max_layers, aligns=aligns
         )
@@ -204,15 +207,15 @@ def place_study(
             Part("source weights", "files mapped into memory, shared", host_bytes=memory.bank_bytes),
             Part("engines", f"host, {engines}", host_bytes=engines * (memory.engine_bytes + kv)),
         ]
+    left_bytes = int(gpu_share_left * profile.gpu_bytes)
     if gradients is not None:
         on_cpu = gradients.device == "cpu"
         twice = ", activations recomputed" if gradients.recomputes else ""
         own = "a GPU of their own" if gradients.num_gpus == 1 else f"{gradients.num_gpus} GPUs of their own"
-        left = f"{gib(gradient_gpu_bytes)} of the {100 * gpu_share:.0f} % of its GPU that each engine leaves"
-        on_gpu = f"one engine's GPU: {left}" if gpu_share else own
+        on_gpu = _on_share(gradient_gpu_bytes, gpu_share_left) if is_beside else own
         place = f"{'host CPU' if on_cpu else on_gpu}{twice}"
-        name = BESIDE_ENGINES if gpu_share else "gradients"
-        taken = int(gpu_share * profile.gpu_bytes) if gpu_share else gradient_gpu_bytes
+        name = f"gradients{BESIDE}" if is_beside else "gradients"
+        taken = left_bytes if is_beside else gradient_gpu_bytes
         parts.append(Part(name, place, 0 if on_cpu else taken, memory.gradient_bytes))
     # After the search, when GPUs and memory of gradients are free again.
     verifying = gpus_to_verify(sources.num_parameters, profile)
@@ -220,16 +223,19 @@ def place_study(
     is_on_share = False
     if not verifies or aligns or engines * ranks + verifying > profile.gpus:
         needed = BYTES_PER_PARAMETER * sources.num_parameters + CONTEXT_BYTES
-        is_on_share = verifies and not aligns and gpu_share * profile.gpu_bytes >= needed
+        is_on_share = verifies and not aligns and left_bytes >= needed
         verifying = 1 if is_on_share else 0
     if verifies:
         held = memory.gradient_bytes if gradients is not None else 0
         free = "a GPU without an engine" if verifying == 1 else f"{verifying} GPUs without an engine"
-        if is_on_share:
-            free = "one engine's GPU, in the memory of gradients"
-        place = f"{free if verifying else 'host CPU'}, after the search"
         on_each = math.ceil(BYTES_PER_PARAMETER * sources.num_parameters / verifying) if verifying else 0
-        parts.append(Part("verification", place, on_each, max(0, verification - held)))
+        name = "verification"
+        if is_on_share and is_beside:
+            free = "one engine's GPU, in the memory of gradients"
+        elif is_on_share:
+            free, on_each, name = _on_share(on_each, gpu_share_left), left_bytes, f"verification{BESIDE}"
+        place = f"{free if verifying else 'host CPU'}, after the search"
+        parts.append(Part(name, place, on_each, max(0, verification - held)))
     placement = StudyPlacement(
         tuple(parts),
         bank,
@@ -244,6 +250,10 @@ def place_study(
         (),
     )
     return replace(placement, lacks=(*lacks, *_lack_of_host(placement, study, profile)))
+
+
+def _on_share(num_bytes: int, share: float) -> str:
+    return f"one engine's GPU: {gib(num_bytes)} of the {100 * share:.0f} % of its GPU that each engine leaves"
 
 
 def gpus_to_verify(num_parameters: int, profile: MachineProfile) -> int:
@@ -354,8 +364,8 @@ def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfi
     advice = []
     if placement.engines > 1:
         advice.append(f"fewer engine.replicas than {study.engine.replicas}, or more --nodes")
-    if any(part.name == "verification" for part in placement.parts):
-        rest = placement.host_bytes - next(p.host_bytes for p in placement.parts if p.name == "verification")
+    if any(part.name.startswith("verification") for part in placement.parts):
+        rest = placement.host_bytes - next(p.host_bytes for p in placement.parts if p.name.startswith("verification"))
         if rest <= placement.host_capacity:
             advice.append("engine.verify: false")
     if not profile.gpus and study.engine.dtype == "float32":

@@ -93,6 +93,7 @@ def plan_of(
         gradient_gpu_bytes=(
             gradient_gpu_bytes(study, sources, gradients, max_layers=max_layers) if gradients is not None else 0
         ),
+        gpu_share_left=preflight.gpu_share_left,
         max_layers=max_layers if sources.modality.runs_on_vllm else 0,
         aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
     )

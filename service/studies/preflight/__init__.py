@@ -9,6 +9,7 @@
 - `tasks`: tasks, objectives and prompts
 - `contamination`: search data that are also in held-out data or benchmarks
 - `gradients`: where gradients are computed
+- `shared_gpus`: the share of its GPU's memory that an engine leaves to gradients and verification
 - `resources`: GPUs and memory
 - `dtype`: the dtype of a study's engine
 """

@@ -53,6 +53,7 @@ from service.studies.preflight.result import (
     preference_vectors,
     refinement_of,
 )
+from service.studies.preflight.shared_gpus import share_with_verification
 from service.studies.preflight.tasks import benchmarks_of, check_modality, check_prompts, check_tasks, objectives_of
 from workers.file_access import FileAccess
 from workers.models.family import ResolvedFamily, locate_family
@@ -190,6 +191,14 @@ def _examine(
         elif algorithm is not None and gradients is not None and gradients.reason:
             of = "" if algorithm.name == GRADIENT else "for the gradients of the refinement: "
             algorithm = replace(algorithm, reason=f"{algorithm.reason}; {of}{gradients.reason}")
+        gpu_share_left = share_with_verification(
+            study,
+            sources,
+            for_engines,
+            share=gradients.gpu_share if gradients else 0.0,
+            max_layers=max_layers,
+            aligns=aligns,
+        )
         plan = partial(plan, gradients_on=gradients.device if gradients else None)
         memory = plan(max_layers=max_layers)
         by_section = {"objectives": tasks, "holdout": holdout_tasks, "benchmarks": benchmark_tasks}
@@ -240,6 +249,7 @@ def _examine(
         algorithm=algorithm,
         memory=memory,
         gradients=gradients,
+        gpu_share_left=gpu_share_left,
         entropies=losses.entropies,
         access=access,
         recipes=recipes,

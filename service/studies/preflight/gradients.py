@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
 from typing import Literal
 
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.engine_machines import EngineMachines
-from service.studies.preflight.dtype import engine_dtype
 from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
-from workers.engines.vllm.memory import (
-    CONTEXT_BYTES,
-    FEW_TEXTS,
-    MANY_TEXTS,
-    free_for_engine,
-    memory_requirements,
-    usable_gpu_bytes,
-)
-from workers.engines.vllm.paths.sizes import outside_bytes, path_requirements, widest_layer_bytes
-from workers.errors import EngineUnavailable
+from service.studies.preflight.shared_gpus import SharedGpu
+from workers.engines.vllm.memory import FEW_TEXTS, MANY_TEXTS, usable_gpu_bytes
+from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
 from workers.models.family import ResolvedFamily
-from workers.serving.gpu_verification import BYTES_PER_PARAMETER
 from workers.training.memory import activation_bytes, divided_layers, reduction_bytes, tokens_within
 
 __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
@@ -33,8 +22,6 @@ __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_b
 PASS_TOKENS = 16_384
 # The smallest passes that are planned; smaller ones are computed only if a GPU turns out to be full.
 LEAST_PLANNED_TOKENS = 2_048
-# Engines leave multiples of this share of their GPU's memory.
-SHARE_STEP = 0.05
 
 
 @dataclass(frozen=True)
@@ -158,76 +145,33 @@ def _beside_engine(
 
     Every engine of the study leaves the same share of its GPU's memory to gradients. Larger passes are preferred, then
     activations that are kept; but an engine that serves many texts at once is preferred to both, and several engines
-    always serve many. The share is made large enough for verification after the search, if the engine still serves many
-    texts at once then. Engines on several GPUs, and engines of images, whose memory is not planned, share no GPU.
+    always serve many.
 
     `sources` are the study's models. The plan must fit on the smallest GPU of `machines`, the groups of machines.
     `max_layers` is the number of layers of the longest merge if merges have any number of layers, else 0. `aligns` says
     whether merges may have alignments.
     """
-    if study.engine.tensor_parallel_size > 1 or not sources.modality.runs_on_vllm:
+    if not SharedGpu.may_share(study, sources):
         return None, ""
-    known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
-    if not known:
+    total, value_bytes = SharedGpu.smallest(machines), gradient_value_bytes(study, "cuda")
+    if total is None:
         return None, "the memory of GPUs is not known"
-    total, value_bytes = min(known), gradient_value_bytes(study, "cuda")
+    gpu = SharedGpu(study, sources, total, max_layers=max_layers, aligns=aligns)
     places = [
         GradientPlace("cuda", recomputes=recomputes, tokens=tokens)
         for recomputes, tokens in ((False, PASS_TOKENS), *((True, PASS_TOKENS >> halved) for halved in range(4)))
     ]
-    fits = partial(_engine_fits, study, sources, total, max_layers=max_layers, aligns=aligns)
     # One of several engines can be left out to free its GPU, so several engines are not made slow.
     for texts in (MANY_TEXTS, FEW_TEXTS) if study.engine.replicas == 1 else (MANY_TEXTS,):
         for place in places:
             needed = _bytes_on_gpu(sources, value_bytes, max_layers, place)
-            share = _share_of(needed, total)
-            if share < 1 and fits(share, texts):
-                if study.engine.verify is not False and not aligns:
-                    verifying = _share_of(BYTES_PER_PARAMETER * sources.num_parameters, total)
-                    share = verifying if share < verifying < 1 and fits(verifying, MANY_TEXTS) else share
+            share = gpu.share_of(needed)
+            if gpu.can_leave(share, texts):
                 twice = ", with activations computed twice" if place.recomputes else ""
                 smaller = "" if place.tokens == PASS_TOKENS else f" in passes of {place.tokens:,} tokens"
                 reason = f"gradients share the GPU of an engine, in {gib(needed)} of its {gib(total)}{twice}{smaller}"
                 return replace(place, gpu_share=share, reason=reason), ""
     return None, f"beside an engine a GPU has no room for the {gib(needed)} of gradients"
-
-
-def _share_of(num_bytes: int, total: int) -> float:
-    """The share of a GPU with `total` bytes for a process that needs `num_bytes` bytes and a context.
-
-    Shares are rounded up to SHARE_STEP, so that similar studies have equal engines, which they can use together.
-    """
-    return round(SHARE_STEP * math.ceil((num_bytes + CONTEXT_BYTES) / (SHARE_STEP * total)), 2)
-
-
-def _engine_fits(
-    study: Study, sources: ResolvedFamily, total: int, share: float, texts: int, *, max_layers: int, aligns: bool
-) -> bool:
-    """Whether an engine that serves `texts` texts at once can leave `share` of a GPU's `total` bytes to other uses.
-
-    The other arguments are as in `_beside_engine`.
-    """
-    free = free_for_engine(total, total, share)
-    config, dtype = sources.base.settings, engine_dtype(study)
-    max_length = study.engine.max_model_len
-    if max_layers:
-        try:
-            needs, _ = path_requirements(
-                sources,
-                config=config,
-                dtype=dtype,
-                max_length=max_length,
-                ranks=1,
-                max_layers=max_layers,
-                aligns=aligns,
-                gpu_free=free,
-                gpu_total=total,
-            )
-        except EngineUnavailable:
-            return False
-    else:
-        needs = memory_requirements(sources, config=config, dtype=dtype, max_length=max_length)
-    return needs.engine(texts) + needs.beside <= usable_gpu_bytes(free, total)
 
 
 def _free_on_one_machine(study: Study, machines: Sequence[EngineMachines]) -> int:

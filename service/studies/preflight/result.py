@@ -181,6 +181,7 @@ class PreflightResult:
         algorithm: Searcher of the study, and why it was chosen.
         memory: Memory that the study needs.
         gradients: Where gradients are computed; None if no gradients are needed.
+        gpu_share_left: Share of its GPU's memory that each engine leaves to gradients and verification.
         entropies: Objectives whose gradients are the gradients of the entropy of predictions.
         access: Files that the study may read; None for all.
         start: Checkpoints of another study from which the searcher's policies (networks) start; empty if the policies
@@ -201,6 +202,7 @@ class PreflightResult:
     algorithm: Algorithm
     memory: MemoryPlan
     gradients: GradientPlace | None = None
+    gpu_share_left: float = 0.0
     entropies: tuple[str, ...] = ()
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
@@ -218,14 +220,11 @@ class PreflightResult:
     def engine_options(self) -> EngineOptions:
         """Options of the study's engines.
 
-        The option `max_layers` is set only in search spaces whose merges may have any number and order of layers, and
-        `gpu_share_left` only if gradients are computed on the GPU of an engine.
+        The option `max_layers` is set only in search spaces whose merges may have any number and order of layers.
         """
-        further: dict[str, Any] = {}
+        further: dict[str, Any] = {"gpu_share_left": self.gpu_share_left}
         if isinstance(self.space, LayeredSpace):
             further["max_layers"] = self.space.max_layers
-        if self.gradients is not None:
-            further["gpu_share_left"] = self.gradients.gpu_share
         return self.study.engine.options.model_copy(update=further)
 
     def resolved(self) -> ResolvedStudy:
@@ -248,7 +247,7 @@ class PreflightResult:
             chained=self.models.chained,
             recipes={name: recipe.digest for name, recipe in self.recipes},
             dtype=self.dtype,
-            gpu_share_left=self.engine_options.gpu_share_left,
+            gpu_share_left=self.gpu_share_left,
         )
 
     @property

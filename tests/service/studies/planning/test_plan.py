@@ -179,6 +179,37 @@ def test_every_engine_leaves_the_same_share(planned: Planned) -> None:
     assert plan.gpu_hours.least == pytest.approx(8 * plan.hours.least)
 
 
+@pytest.mark.parametrize(("profile", "sources"), [("a100x1", "host"), ("h200x1", "gpu")])
+def test_verification_needs_no_second_gpu(tmp_path: Path, profile: str, sources: str) -> None:
+    """Engines of any study leave room for it, if the sources stay where they are without it."""
+    example = EXAMPLES["Qwen2.5-7B, 3 full experts"]._replace(profile=profile)
+    verification = {}
+    for name, verify in (("with", {}), ("without", False)):
+        sections: dict[str, Any] = {"search_space": {"kind": "lfs"}, "search": {"algorithm": "smac", "max_trials": 9}}
+        study = example_study(tmp_path / name, example._replace(engine={"verify": verify}), **sections)
+        plan = check(study, tmp_path / name, metadata_only=True, profile=profile_named(profile)).machine
+        assert plan.fits
+        assert plan.placement.bank == sources
+        assert plan.placement.gpu_bytes <= plan.placement.gpu_capacity
+        assert plan.placement.texts >= 128
+        verification[name] = [part for part in plan.placement.parts if part.name.startswith("verification")]
+    (part,) = verification["with"]
+    assert part.name == "verification beside engines"
+    assert part.gpu_bytes > 5 * 7_615_616_512
+    assert not verification["without"]
+
+
+def test_a_share_that_would_move_the_sources_is_not_left(planned: Planned, tmp_path: Path) -> None:
+    """On a GPU that holds engine and sources, but not the share as well, verification is left to the CPU."""
+    example = EXAMPLES["Qwen2.5-7B, 3 full experts"]
+    sections: dict[str, Any] = {"search_space": {"kind": "lfs"}, "search": {"algorithm": "smac", "max_trials": 9}}
+    study = example_study(tmp_path, example, **sections)
+    profile = replace(profile_named("h200x1"), gpu_bytes=125 * 10**9)
+    plan = check(study, tmp_path, metadata_only=True, profile=profile).machine
+    assert plan.placement.bank == "gpu"
+    assert next(part.place for part in plan.placement.parts if part.name == "verification").startswith("host CPU")
+
+
 def test_only_a_single_engine_is_made_slow(planned: Planned) -> None:
     """Several engines that would serve few texts at once share no GPU; a single one, which cannot be left out, does."""
     name, engine = "Llama-2-13B, 3 full experts", {"dtype": "bfloat16"}

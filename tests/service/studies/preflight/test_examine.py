@@ -535,7 +535,7 @@ def test_gradients_are_planned_for_the_machines(root: Path, monkeypatch: pytest.
     small = "; the CPU computes them, as engines use the only GPU, and beside an engine a GPU has no room for the "
     for nodes, device, share, said in (
         ("gpus=2,memory=8GiB,gpu_memory=80GB", "cuda", 0.0, "; a GPU without an engine computes them in "),
-        ("gpus=1,memory=8GiB,gpu_memory=80GB", "cuda", 0.05, "; gradients share the GPU of an engine, in "),
+        ("gpus=1,memory=8GiB,gpu_memory=80GB", "cuda", 0.02, "; gradients share the GPU of an engine, in "),
         ("gpus=1,memory=8GiB", "cpu", 0.0, unknown),
         ("gpus=1,memory=8GiB,gpu_memory=3GB", "cpu", 0.0, small),
     ):
