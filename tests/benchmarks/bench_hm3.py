@@ -32,7 +32,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
@@ -165,6 +165,8 @@ ABLATIONS: Mapping[str, Method] = {
     "paths, alignment: mlp": Method(POLICY, {**PATHS, "alignment": "mlp"}),
     "paths and merged models, alignment: mlp": Method(POLICY, {**MERGED, "alignment": "mlp"}),
 }
+# The method of which the others lack a part, and the merged models without paths.
+WHOLE, ALONE = "paths and merged models", "merged models alone"
 # A policy that knows models by the statistics of their layers, and those that begin with it elsewhere.
 DESCRIBED: Mapping[str, Any] = {**POLICY, "hm3": {**LEARNING, "knows_models": False}}
 OTHER_FAMILY, REUSE_TRIALS = "letters", 120
@@ -213,19 +215,23 @@ def fronts(seeds: range, names: Sequence[str] | None = None) -> dict[str, Any]:
     return part_of("fronts", found, [own for own in OWN if own in found], seeds)
 
 
-def methods_on_file(seeds: range) -> list[str]:
-    """Names of the methods of which all arms with these seeds are on file. Call it inside `files_alone`."""
+def on_file(names: Iterable[str], find: Callable[[str, int], Found], seeds: range) -> list[str]:
+    """The `names` of searches whose arms of all seeds are on file. Call it inside `files_alone`."""
 
     def is_on_file(name: str) -> bool:
         try:
-            return bool([found_by(name, seed) for seed in seeds])
+            return bool([find(name, seed) for seed in seeds])
         except NotKept:
             return False
 
-    found = [name for name in METHODS if is_on_file(name)]
+    found = [name for name in names if is_on_file(name)]
     if not found:
-        raise NotKept(f"{BENCHMARK}: no method has arms of all seeds on file")
+        raise NotKept(f"{BENCHMARK}: no search has arms of all seeds on file")
     return found
+
+
+def methods_on_file(seeds: range) -> list[str]:
+    return on_file(METHODS, found_by, seeds)
 
 
 def growth(seeds: range) -> dict[str, Any]:
@@ -236,12 +242,23 @@ def growth(seeds: range) -> dict[str, Any]:
     return part_of("growth", found, ["hm3"], seeds)
 
 
-def ablations(seeds: range) -> dict[str, Any]:
-    found = {
-        name: [search_of(method.spec(spec_name(name), seed)) for seed in seeds] for name, method in ABLATIONS.items()
-    }
-    found["merged models alone"] = [merged_alone(MERGED["merged"]["method"], MERGED, seed) for seed in seeds]
-    return part_of("ablations", found, ["paths and merged models"], seeds)
+def ablations(seeds: range, names: Sequence[str] | None = None) -> dict[str, Any]:
+    names = [*ABLATIONS, ALONE] if names is None else names
+    found = {name: [ablated(name, seed) for seed in seeds] for name in names}
+    return part_of("ablations", found, [WHOLE], seeds)
+
+
+def ablated(name: str, seed: int) -> Found:
+    if name == ALONE:
+        return merged_alone(MERGED["merged"]["method"], MERGED, seed)
+    return search_of(ABLATIONS[name].spec(spec_name(name), seed))
+
+
+def ablations_on_file(seeds: range) -> list[str]:
+    found = on_file([*ABLATIONS, ALONE], ablated, seeds)
+    if WHOLE not in found:
+        raise NotKept(f"{BENCHMARK}: the arms of the whole method are not on file")
+    return found
 
 
 def pools(seeds: range) -> dict[str, Any]:
@@ -591,6 +608,18 @@ def label(name: str) -> str:
     return LABELS.get(name, f"`{name}`" if name in METHODS else name)
 
 
+def ablations_table(part: Mapping[str, Any]) -> str:
+    """Table of the fronts of the method without each of its parts, and of the whole method minus each."""
+    lines = ["| search | search data | judge items | last third | different merges | the whole method minus it |",
+             "|---|---|---|---|---|---|"]  # fmt: skip
+    for row in part["rows"]:
+        cells = [_spread(row[key]) for key in ("search", "judge", "late")]
+        minus = part["minus"].get(f"{WHOLE} minus {row['name']}")
+        difference = "" if minus is None else shown_interval(minus)
+        lines.append(f"| {row['name']} | {' | '.join(cells)} | {np.mean(row['paths']):.0f} | {difference} |")
+    return "\n".join(lines)
+
+
 def growth_table(part: Mapping[str, Any]) -> str:
     """Table of hypervolumes on search data after different numbers of paths, and on judge items after all paths."""
     heads = " | ".join(f"{number:,}" for number in NUM_DIFFERENT)
@@ -623,7 +652,7 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "fronts-later": lambda: rows_table(fronts(LATER, methods_on_file(LATER))["rows"]),
     "fronts-later-differences": lambda: minus_table(fronts(LATER, methods_on_file(LATER))["minus"]),
     "growth": lambda: growth_table(growth(range(3))),
-    "ablations": lambda: rows_table(ablations(DEVELOPMENT)["rows"]),
+    "ablations": lambda: ablations_table(ablations(DEVELOPMENT, ablations_on_file(DEVELOPMENT))),
     "pools": lambda: rows_table(pools(DEVELOPMENT)["rows"]),
     "zero-shot": lambda: zero_shot_table(zero_shot(DEVELOPMENT)),
     "reuse": lambda: rows_table(reuse(DEVELOPMENT)["rows"]),

@@ -52,7 +52,7 @@ def test_time_left_is_that_of_samples_and_of_steps(meter: PaceMeter, clock: Cloc
     assert meter.pace().time_left_s == pytest.approx((PLANNED_SAMPLES - 1000) / 100 + (PLANNED_STEPS - 10) / 1.0)
 
 
-def test_samples_after_a_refinement_are_expected_at_the_speed_of_the_search(meter: PaceMeter, clock: Clock) -> None:
+def test_samples_after_a_refinement_have_the_speed_of_the_search(meter: PaceMeter, clock: Clock) -> None:
     """Between its steps a refinement scores few samples, which says nothing about the held-out samples after it."""
     work(meter, clock, "searching", 40, samples=100)
     work(meter, clock, "refining", 40, samples=5, steps=2.0)
@@ -64,6 +64,6 @@ def test_samples_after_a_refinement_are_expected_at_the_speed_of_the_search(mete
     assert meter.pace().time_left_s == pytest.approx((left - 500) / 50)
 
 
-def test_a_study_that_continues_with_its_refinement_has_its_speed_alone(meter: PaceMeter, clock: Clock) -> None:
+def test_a_driver_that_begins_with_a_refinement_has_its_speed(meter: PaceMeter, clock: Clock) -> None:
     work(meter, clock, "refining", 10, samples=5, steps=2.0)
     assert meter.pace().time_left_s == pytest.approx((PLANNED_SAMPLES - 50) / 5 + (PLANNED_STEPS - 20) / 2.0)
