@@ -12,6 +12,7 @@ import os
 import shutil
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -48,8 +49,8 @@ class TrainedFamily:
             return family_dir()
         place = (CACHE / self.name).resolve()
         if not place.exists():
-            making = place.with_suffix(".making")
-            shutil.rmtree(making, ignore_errors=True)
+            place.parent.mkdir(parents=True, exist_ok=True)
+            making = Path(tempfile.mkdtemp(prefix=f"{self.name}-", dir=place.parent))
             started = time.perf_counter()
             print(f"training the family {self.name} into {place} ...", file=sys.stderr)
             command = [
@@ -63,7 +64,12 @@ class TrainedFamily:
             ]
             command += ["--skills", ",".join(self.skills), "--holdout", "2000"]
             subprocess.run(command, check=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-            making.rename(place)
+            try:
+                making.rename(place)
+            except OSError:
+                if not place.exists():
+                    raise
+                shutil.rmtree(making)  # another process was faster, and made the same
             print(f"trained in {time.perf_counter() - started:.0f} s", file=sys.stderr)
         return place
 
