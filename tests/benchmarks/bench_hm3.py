@@ -170,6 +170,7 @@ WHOLE, ALONE = "paths and merged models", "merged models alone"
 # A policy that knows models by the statistics of their layers, and those that begin with it elsewhere.
 DESCRIBED: Mapping[str, Any] = {**POLICY, "hm3": {**LEARNING, "knows_models": False}}
 OTHER_FAMILY, REUSE_TRIALS = "letters", 120
+NEW = "new policy"
 # Not among the vectors of the searches.
 UNSEEN = ((0.45, 0.45, 0.1), (0.1, 0.3, 0.6))
 NUM_SCORED = 16
@@ -319,7 +320,7 @@ def reuse(seeds: range) -> dict[str, Any]:
     methods: Mapping[str, Callable[[int], Method]] = {
         "learned on the other, learning": learned,
         "learned on the other, as it is": lambda seed: learned(seed, learns=False),
-        "new policy": lambda seed: Method(DESCRIBED, PATHS),
+        NEW: lambda seed: Method(DESCRIBED, PATHS),
         "random": lambda seed: METHODS["random"],
     }
     found = {name: [search(name, method(seed), seed) for seed in seeds] for name, method in methods.items()}
@@ -620,6 +621,16 @@ def ablations_table(part: Mapping[str, Any]) -> str:
     return "\n".join(lines)
 
 
+def reuse_table(part: Mapping[str, Any]) -> str:
+    """Table of the fronts of policies from another family, and of their differences from a new policy."""
+    lines = ["| policy | search data | judge items | minus a new policy |", "|---|---|---|---|"]
+    for row in part["rows"]:
+        minus = part["minus"].get(f"{row['name']} minus {NEW}")
+        difference = "" if minus is None else shown_interval(minus)
+        lines.append(f"| {label(row['name'])} | {_spread(row['search'])} | {_spread(row['judge'])} | {difference} |")
+    return "\n".join(lines)
+
+
 def growth_table(part: Mapping[str, Any]) -> str:
     """Table of hypervolumes on search data after different numbers of paths, and on judge items after all paths."""
     heads = " | ".join(f"{number:,}" for number in NUM_DIFFERENT)
@@ -655,5 +666,5 @@ TABLES: Mapping[str, Callable[[], str]] = {
     "ablations": lambda: ablations_table(ablations(DEVELOPMENT, ablations_on_file(DEVELOPMENT))),
     "pools": lambda: rows_table(pools(DEVELOPMENT)["rows"]),
     "zero-shot": lambda: zero_shot_table(zero_shot(DEVELOPMENT)),
-    "reuse": lambda: rows_table(reuse(DEVELOPMENT)["rows"]),
+    "reuse": lambda: reuse_table(reuse(DEVELOPMENT)),
 }
