@@ -103,10 +103,10 @@ def verify_on_free_gpus(
 
     The actor has one GPU if the model fits into its free memory. Otherwise another actor with as many GPUs as the model
     needs takes its place. If no GPU is free, the actor has the share that the engine leaves, if no other actor uses it.
-    Returns None if Ray is not running, if not enough GPUs of this machine are free, if the model
-    cannot be divided over several GPUs, if a GPU's memory runs out, and if the actor dies or cannot be placed. The
-    caller must then verify the export itself. The log has the reason, except if no GPU is free. Raises the errors of
-    the function `verification.verify`.
+    Returns None if Ray is not running, if not enough GPUs of this machine are free, if the model cannot be divided over
+    several GPUs, if a GPU's memory runs out, and if the actor dies or cannot be placed. The caller must then verify the
+    export itself. The log has the reason, except if no GPU is free. Raises the errors of the function
+    `verification.verify`.
     """
     import ray
     from ray.exceptions import RayError, RayTaskError
@@ -147,7 +147,8 @@ def verify_on_free_gpus(
             ray.kill(actor)
             number = needed
             actor = _started(device, number, reserved, share)
-        log.info("verification runs on free GPUs of this machine: %d", number)
+        where = "in the share that an engine leaves of its GPU" if share else f"on free GPUs of this machine: {number}"
+        log.info("verification runs %s", where)
         report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
     except RayTaskError as error:
         if _is_of_gpu(error.cause) or isinstance(error.cause, InvalidModel):

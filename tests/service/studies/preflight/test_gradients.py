@@ -91,7 +91,7 @@ def test_the_sources_of_a_tensor_are_counted() -> None:
 
 
 def test_the_cpu_computes_gradients_where_no_gpu_can() -> None:
-    """Where engines that share no GPU have all, or gradients do not fit into one, the plan says why the CPU is used."""
+    """The plan says why the CPU is used: engines that share no GPU have all, or gradients do not fit into one."""
     place, _ = placed(EngineMachines(8, TB, 80 * GB), replicas=8)
     assert place == GradientPlace("cpu", reason="the CPU computes them, as engines use all 8 GPUs")
     place, _ = placed(EngineMachines(2, TB, 16 * GB))

@@ -45,11 +45,12 @@ def gpus_of_this_machine(folder: Path = GPUS) -> int:
 def smallest_gpu_bytes() -> int | None:
     """Memory in bytes of the smallest GPU that this process may use; None if PyTorch cannot read it.
 
-    A subprocess reads it once. In this process, reading it would create a CUDA context on each GPU.
+    It is read once.
     """
-    code = "import torch; print(*(torch.cuda.mem_get_info(i)[1] for i in range(torch.cuda.device_count())))"
-    answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
-    return min(map(int, answer.stdout.split()), default=None)
+    try:
+        return min((total for _, total in _read_in_subprocess("torch.cuda.device_count()")), default=None)
+    except EngineUnavailable:
+        return None
 
 
 def free_gpu_bytes(
@@ -104,19 +105,24 @@ def engine_leftovers() -> tuple[str, ...]:
 
 
 def _gpu_bytes(num_gpus: int) -> tuple[int, int]:
-    """Current GPU memory as (free, total) bytes, the smallest of each over the first `num_gpus` GPUs.
-
-    If there are several GPUs, a subprocess reads their memory. Reading it in this process would create a CUDA context
-    on each GPU. A context takes memory from the process that computes on the GPU.
-    """
+    """Current GPU memory as (free, total) bytes, the smallest of each over the first `num_gpus` GPUs."""
     if num_gpus == 1:
         import torch
 
         return torch.cuda.mem_get_info()
+    free, total = zip(*_read_in_subprocess(str(num_gpus)), strict=True)
+    return min(free), min(total)
+
+
+def _read_in_subprocess(num_gpus: str) -> list[tuple[int, int]]:
+    """Free and total bytes of each of the first GPUs; `num_gpus` is their number, or an expression for it.
+
+    Reading them in this process would create a CUDA context on each GPU. A context takes memory from the process that
+    computes on the GPU. Raises EngineUnavailable if they cannot be read.
+    """
     code = f"import json, torch; print(json.dumps([torch.cuda.mem_get_info(i) for i in range({num_gpus})]))"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     if answer.returncode:
         reason = (answer.stderr.strip().splitlines() or ["no reason given"])[-1]
         raise EngineUnavailable(f"the memory of {num_gpus} GPUs cannot be read: {reason}")
-    free, total = zip(*json.loads(answer.stdout), strict=True)
-    return min(free), min(total)
+    return [(free, total) for free, total in json.loads(answer.stdout)]
