@@ -22,7 +22,8 @@ from typing import Any
 from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
-from workers.engines.vllm.memory import MAX_NUM_SEQS, batched_tokens, kv_cache_bytes
+from workers.engines.vllm.memory import MAX_NUM_SEQS, batched_tokens
+from workers.engines.vllm.startup.cpus import cpu_options
 from workers.errors import EngineUnavailable
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG
@@ -66,7 +67,7 @@ class CheckpointEngine(Engine):
         self.dtype = options.dtype if options.dtype != "auto" else "float32" if is_cpu else "bfloat16"
         memory: dict[str, Any] = {"gpu_memory_utilization": GPU_SHARE}
         if is_cpu:
-            memory = {"kv_cache_memory_bytes": kv_cache_bytes(self.prompts.config, self.max_length, self.dtype)}
+            memory = cpu_options(self.prompts, self.prompts.config, self.dtype)
         self._llm = LLM(
             model=directory,
             tokenizer=self._tokenizer_directory(),

@@ -17,7 +17,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.environment import PATH_ARCHITECTURE
-from workers.engines.vllm.memory import HOST_SHARE, MemoryRequirements, value_bytes
+from workers.engines.vllm.memory import HOST_SHARE, MemoryRequirements, kv_cache_bytes, value_bytes
 from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.paths.sizes import (
     alignment_bytes,
@@ -94,7 +94,8 @@ class PathContents(WeightContents):
     def options_by_device(self) -> tuple[dict[str, Any], dict[str, Any]]:
         if self.is_cpu:
             size = value_bytes(self.dtype)
-            room = int(HOST_SHARE * free_host_bytes()) - self.kv_cache_bytes() - self._alignment_bytes(size)
+            keys_and_values = kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
+            room = int(HOST_SHARE * free_host_bytes()) - keys_and_values - self._alignment_bytes(size)
             self._pool_size = pool_size(
                 room=room - COPIES_ON_CPU * outside_bytes(self.sources, size),
                 layer_bytes=widest_layer_bytes(self.sources, COPIES_ON_CPU * size),

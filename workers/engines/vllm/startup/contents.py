@@ -19,9 +19,9 @@ from workers.engines.vllm.memory import (
     MemoryRequirements,
     divide_memory,
     free_for_engine,
-    kv_cache_bytes,
     memory_requirements,
 )
+from workers.engines.vllm.startup.cpus import cpu_options
 from workers.engines.vllm.startup.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.evaluation.prompts import Prompts
 from workers.models.family import ResolvedFamily
@@ -104,13 +104,7 @@ class WeightContents:
             "is_shared": not self.is_cpu or self.options.tensor_parallel_size > 1,
         }
         if self.is_cpu:
-            from workers.engines.vllm.capabilities import model_config
-
-            return {
-                "kv_cache_memory_bytes": self.kv_cache_bytes(),
-                # vLLM's CPU kernels for state-space layers fail with prefix caching.
-                "enable_prefix_caching": not model_config(self.prompts.directory, dtype=self.dtype).has_inner_state,
-            }, opening
+            return cpu_options(self.prompts, self.config, self.dtype), opening
         from workers.merging.bank import content_name
         from workers.merging.node import free_shared_bytes, shared_bytes
 
@@ -148,10 +142,6 @@ class WeightContents:
         """The number of processes of equal engines that may run on this machine at once; each process uses one GPU."""
         ranks, gpus = self.options.tensor_parallel_size, gpus_of_this_machine()
         return max(ranks, gpus if self.most_engines is None else min(gpus, self.most_engines * ranks))
-
-    def kv_cache_bytes(self) -> int:
-        """Bytes that the engine reserves for its KV cache if it runs on CPU."""
-        return kv_cache_bytes(self.config, self.prompts.max_length, self.dtype)
 
     def requirements(self, *, gpu_free: int, gpu_total: int) -> MemoryRequirements:
         """The memory that engine and source weights need on each GPU.
