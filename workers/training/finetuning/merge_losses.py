@@ -54,11 +54,13 @@ __all__ = [
 
 # The coefficients of both experts in figure 2.
 GRID = tuple(round(0.1 * i, 1) for i in range(11))
-TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0)
-TIES_SCALES = (0.3, 0.5, 0.7, 1.0)
+# Coefficients to try for each method. Those above 1 are for experts whose task vectors are small: an optimum at the end
+# of a grid would be taken for a property of the experts.
+TASK_ARITHMETIC = (0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0, 1.25, 1.5, 2.0)
+TIES_SCALES = (0.3, 0.5, 0.7, 1.0, 1.5, 2.0)
 TIES_KEEP = 0.2
 DARE_DENSITY = 0.5
-WUDI_SCALE = 1.0
+WUDI_SCALES = (0.5, 1.0, 1.5, 2.0)
 
 # The number of a fleet's first experts of which all pairs are merged too, and the number of landscapes (figure 2).
 IN_PAIRS = 4
@@ -361,7 +363,8 @@ def candidates(experts: Sequence[str], *, seed: int = 0, wudi: bool = False) -> 
         coefficients = {"lambda": lambda_, "density": DARE_DENSITY}
         yield Candidate("DARE", lambda_, Merge("dare_linear", sources, coefficients, seed=seed))
     if wudi:
-        yield Candidate("WUDI", WUDI_SCALE, Merge("wudi", sources, {"lambda": WUDI_SCALE}))
+        for lambda_ in WUDI_SCALES:
+            yield Candidate("WUDI", lambda_, Merge("wudi", sources, {"lambda": lambda_}))
 
 
 def merge_table(

@@ -223,8 +223,8 @@ def _with_adapter(
                 f"linear modules are {', '.join(kinds)}",
             )
         ) from error
-    # The offset of a merge is in the weights that the adapters change, not in the adapters.
-    return adapted, tuple(p for name, p in adapted.named_parameters() if ".base_layer." in name)
+    # The offset of a merge is in the weights that the adapters change, not in the adapters. They change no bias.
+    return adapted, tuple(p for name, p in adapted.named_parameters() if name.endswith(".base_layer.weight"))
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:

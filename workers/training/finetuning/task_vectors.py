@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from workers.models.checkpoints import open_checkpoint, read_expert
-from workers.training.mergopt.fit import SAMPLE, Fit, fit, sample_of
+from workers.training.mergopt.fit import SAMPLE, Fit, fit, merged_tensors, sample_of
 
 __all__ = ["ACCUMULATED", "TaskVector", "accumulated_vector", "task_vector"]
 
@@ -54,12 +54,14 @@ def task_vector(alias: str, base: Path, expert: Path) -> TaskVector:
 def accumulated_vector(base: Path, experts: Sequence[Path]) -> TaskVector:
     """Measure the distribution of the sum of all experts' task vectors on about a million of its elements.
 
-    `base` and `experts` are directories. The elements are evenly spaced in the tensors that any expert changes. Raises
-    InvalidModel if a model cannot be used, and ValueError if all task vectors are 0.
+    `base` and `experts` are directories. The elements are evenly spaced in the tensors that any expert changes, without
+    those that are never merged, such as heads of tasks. Raises InvalidModel if a model cannot be used, and ValueError
+    if all task vectors are 0.
     """
     origin = open_checkpoint(base)
     opened = [each for expert in experts if (each := read_expert(expert, origin)) is not None]
-    shared = [name for name in origin.tensors if all(name in each.tensors for each in opened)]
+    by_expert = [set(merged_tensors(origin, each)) for each in opened]
+    shared = [name for name in origin.tensors if all(name in names for names in by_expert)]
     every = max(1, sum(math.prod(origin.tensors[name].shape) for name in shared) // SAMPLE)
     parts = []
     for name in shared:

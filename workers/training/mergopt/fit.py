@@ -16,7 +16,7 @@ from workers.errors import InvalidModel
 from workers.models.checkpoints import Checkpoint, open_checkpoint, read_expert
 from workers.training.mergopt.noise import Gaussian, Laplace, Noise
 
-__all__ = ["Fit", "fit", "sample_of"]
+__all__ = ["Fit", "fit", "merged_tensors", "sample_of"]
 
 # Elements of a task vector that are used, as in the paper's footnote 2.
 SAMPLE = 1_000_000
@@ -75,19 +75,26 @@ def sample_of(base: Path, experts: Sequence[Path], *, num_elements: int = SAMPLE
     """Sample about `num_elements` elements of the experts' task vectors (expert minus base), in float32.
 
     Each expert gives about the same number of elements, which are evenly spaced in its tensors. Tensors that an expert
-    has unchanged from the base are left out, because they were not trained. `base` and `experts` are directories;
-    experts are whole models or adapters. Raises InvalidModel if a model cannot be used, or if an expert has no tensor
-    in common with the base.
+    has unchanged from the base are left out, because they were not trained, and so are those that are never merged,
+    such as heads of tasks. `base` and `experts` are directories; experts are whole models or adapters. Raises
+    InvalidModel if a model cannot be used, or if an expert has no tensor in common with the base.
     """
     origin = open_checkpoint(base)
     return torch.cat([_spaced(origin, expert, num_elements // len(experts)) for expert in experts])
+
+
+def merged_tensors(base: Checkpoint, expert: Checkpoint) -> list[str]:
+    """Names of the expert's tensors that merges use: those of the base with equal shapes, without heads of tasks."""
+    heads = {*base.layout.task_heads, *expert.layout.task_heads}
+    shapes = {name: tensor.shape for name, tensor in base.tensors.items() if name not in heads}
+    return [name for name, tensor in expert.tensors.items() if shapes.get(name) == tensor.shape]
 
 
 def _spaced(base: Checkpoint, directory: Path, num_elements: int) -> torch.Tensor:
     expert = read_expert(directory, base)
     assert expert is not None
     shapes = {name: tensor.shape for name, tensor in base.tensors.items()}
-    shared = [name for name, tensor in expert.tensors.items() if shapes.get(name) == tensor.shape]
+    shared = merged_tensors(base, expert)
     if not shared:
         raise InvalidModel((f"{directory}: has no tensor in common with {base.directory}",))
     changed = [name for name in shared if _is_changed(base.read(name), expert.read(name))]
