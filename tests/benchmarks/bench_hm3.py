@@ -159,6 +159,8 @@ ABLATIONS: Mapping[str, Method] = {
     "paths and merged models, mutants without a policy": Method(with_options(elite_share=1.0), MERGED),
     "paths and merged models, a policy without mutants": Method(with_options(elite_share=0.0), MERGED),
     "paths and merged models, Tchebycheff": Method(with_options(scalarisation="tchebycheff"), MERGED),
+    "paths and merged models, categorical actions": Method(with_options(action="categorical"), MERGED),
+    "paths and merged models, scales of steps": Method(POLICY, {**MERGED, "scales": [0.8, 1.25]}),
     "paths and merged models, vectors of lattice 4": Method({**POLICY, "preferences": {"lattice": 4}}, MERGED),
     "paths, mutants without a policy": Method(with_options(elite_share=1.0), PATHS),
     "paths, alignment: moments": Method(POLICY, {**PATHS, "alignment": "moments"}),
