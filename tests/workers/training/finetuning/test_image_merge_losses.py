@@ -17,6 +17,7 @@ from workers.errors import InvalidTask
 from workers.evaluation.image_tasks import load_image_task
 from workers.training.finetuning.fleet import parse_pipeline
 from workers.training.finetuning.image_merge_losses import ImageMergeLosses
+from workers.training.finetuning.task_vectors import accumulated_vector, task_vector
 from workers.training.finetuning.trainer import train
 from workers.types import TaskSpec
 
@@ -98,6 +99,20 @@ def test_a_single_image_is_refused(place: Path, tmp_path: Path) -> None:
     one = TaskSpec({"images": str(tmp_path / "one.jsonl"), "head": "left", "classes": list(CLASSES)}, metric="acc")
     with pytest.raises(InvalidTask, match=r"one.jsonl: has 1 image; expected at least 2"):
         ImageMergeLosses(place / "base", {"left": place / "left"}, {"left": [one]}, samples=4)
+
+
+def test_heads_are_no_part_of_task_vectors(place: Path, tmp_path: Path) -> None:
+    """Base and experts may have heads of any classes: merges leave them out, and so do task vectors."""
+    base = tiny_vit(tmp_path / "base", classes=("a", "b", "c"), initializer_range=0.02)
+    experts = [
+        tiny_vit(tmp_path / str(seed), seed, classes=classes, initializer_range=0.02)
+        for seed, classes in ((1, ("a", "b")), (2, ("a", "b", "c")))
+    ]
+    encoders = tiny_vit(tmp_path / "encoder", classes=None, initializer_range=0.02)
+    numbers = sum(p.numel() for p in ViTForImageClassification.from_pretrained(encoders).vit.parameters())
+    assert accumulated_vector(base, experts).fits[0].num_elements <= numbers
+    for expert in experts:
+        assert task_vector("one", base, expert).fits[0].num_elements <= numbers
 
 
 def test_an_analysis_of_image_experts(place: Path, tmp_path: Path) -> None:

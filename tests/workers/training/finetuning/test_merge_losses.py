@@ -245,9 +245,21 @@ def test_what_is_reported_is_measured_apart() -> None:
     assert row.losses == {"math": 10.5, "text": 20.5}
     assert row.values == {"math": 0.5, "text": 0.25}
     assert row.value == pytest.approx(0.375)
-    assert [coefficient for coefficient, _ in row.tried] == [0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0]
+    assert [coefficient for coefficient, _ in row.tried] == [round(0.1 * i, 1) for i in range(1, 11)] + [1.25, 1.5, 2.0]
     assert min(row.tried, key=lambda each: each[1])[0] == 0.5
-    assert rows["WUDI"].coefficient == 1.0
+    assert rows["WUDI"].coefficient == 0.5
+
+
+def test_small_task_vectors_get_coefficients_above_one() -> None:
+    """Experts that moved half as far have their best merges at twice the coefficients, by every method."""
+
+    def flat_bowl(merge: Merge) -> Mapping[str, float]:
+        value = merge.coefficients.get("lambda", 0.0)
+        assert isinstance(value, float)
+        return {"math": (value - 1.5) ** 2}
+
+    rows = {row.method: row.coefficient for row in merge_table(flat_bowl, ["math", "text"], wudi=True)}
+    assert rows == {"weight averaging": None, "task arithmetic": 1.5, "TIES": 1.5, "DARE": 1.5, "WUDI": 1.5}
 
 
 def test_pairs_are_mixed_of_two_trainings() -> None:

@@ -14,7 +14,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from search_spaces.errors import InvalidStudy
-from tests.builders import tiny_llama
+from tests.builders import tiny_llama, tiny_qwen2
 from tests.layouts import layout_family
 from tests.vision import image_folder, tiny_vit
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
@@ -58,6 +58,22 @@ def any_place(request: pytest.FixtureRequest) -> Path:
 
 
 IMAGES = "images"
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj"]])
+def test_noise_of_adapters_is_on_the_weights_they_change(targets: str | list[str], tmp_path: Path) -> None:
+    """MergOPT's offset is on the weights of adapted modules, and not on their biases, which no merge moves."""
+    tiny_qwen2(tmp_path / "base")
+    (tmp_path / "data.jsonl").write_text('{"prompt": "1+1=", "completion": "2"}\n')
+    model = load_model(
+        spec_of(tmp_path, adapter={"rank": 2, "targets": targets}), tmp_path / "base", torch.device("cpu")
+    )
+    assert model.moved is not None
+    moved = {id(p) for p in model.moved}
+    names = {name for name, p in model.module.named_parameters() if id(p) in moved}
+    adapted = {name.partition(".lora_A.")[0] for name in dict(model.module.named_parameters()) if ".lora_A." in name}
+    assert names == {f"{name}.base_layer.weight" for name in adapted}
+    assert any(name.endswith(".q_proj.base_layer.bias") for name, _ in model.module.named_parameters())
 
 
 def spec_of(place: Path, **changes: Any) -> FinetuneSpec:
