@@ -11,7 +11,7 @@ expert by LoRA and one with all weights. It is made in `.bench/real/family`. Eve
   with the best single expert and with the best published recipe.
 
 Each arm is a process of its own, which continues where it was interrupted; its seconds are those of all its parts, and
-its memory is the most that its processes, those of Ray included, had at once. All arms take days on two cores:
+its memory is the most that its processes, those of Ray included, had at once. All arms take a day on two cores:
 
     make real-family
     make bench ONLY=real

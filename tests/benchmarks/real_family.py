@@ -51,11 +51,18 @@ WORDS = (  # noqa: SIM905
 MONTHS = tuple(calendar.month_name[1:])
 
 # Updates of an expert, with rows of MAX_LENGTH tokens in which several chats are packed.
-STEPS = {"lora": 300, "full": 300}
+STEPS = {"lora": 60, "full": 60}
 LEARNING_RATES = {"lora": 1e-3, "full": 5e-5}
 BATCH, MICRO_BATCH, MAX_LENGTH = 8, 8, 128
 
-ANSWER_TOKENS = 24
+ANSWER_TOKENS = 14  # the longest answer has 13, and the end of the turn
+
+# With all published recipes and one replica, held-out results alone would take hours.
+BASELINES = (
+    "sources", "uniform average", "task arithmetic 0.4", "task arithmetic 0.7", "task arithmetic 1.0",
+    "TIES k 0.2 lambda 1.0",
+)  # fmt: skip
+REPLICAS = 2  # an engine for each core
 
 # Searches by name: sections of their studies. Paths of DIS run longer than the sources by the default of limits.
 SEARCHES: Mapping[str, Mapping[str, Any]] = {
@@ -158,7 +165,7 @@ def finetune_document(kind: str, task: str) -> dict[str, Any]:
         },
         **({"adapter": {"rank": 16}} if kind == "lora" else {}),
         "evaluation": {
-            "every": 60,
+            "every": STEPS[kind],
             "samples": SPLITS["dev"],
             "objectives": [{**objective, "metric": "exact_match"}],
         },
@@ -185,7 +192,7 @@ def study_document(kind: str, search: str, *, tasks: Sequence[str] = TASKS, seed
         "name": f"real-{kind}-{search}",
         "models": {"base": "base", "experts": {task: f"experts/{kind}/{task}/model" for task in tasks}},
         **sections,
-        "search": {**sections["search"], "seed": seed},
+        "search": {**sections["search"], "seed": seed, "baselines": list(BASELINES)},
         "fidelity": dict(FIDELITY),
         "objectives": objectives("search"),
         "holdout": objectives("holdout"),
@@ -193,6 +200,7 @@ def study_document(kind: str, search: str, *, tasks: Sequence[str] = TASKS, seed
             "dtype": "float32",
             "max_model_len": 256,
             "chat_template": True,
+            "replicas": REPLICAS,
             "verify": {"trials": 3, "samples": 16},
         },
     }
