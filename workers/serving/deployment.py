@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, ServeUnavailable
 from workers.models.modalities import MODALITIES
+from workers.serving import cores
 from workers.serving.application import (
     answered,
     application_state,
@@ -142,9 +142,9 @@ def deploy_scorer(
             if is_stale:
                 stop(name)
             scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
-            processes = replicas * options.tensor_parallel_size
-            threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
-            environment = passed_on() | engine_environment(options.model_copy(update={"threads": threads}))
+            environment = passed_on() | engine_environment(options)
+            if not options.threads:
+                del environment["OMP_NUM_THREADS"]  # the replica sets it for its own machine
             if logs.is_json():
                 environment["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages are written as those of others
 
@@ -169,11 +169,14 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
+            most_engines = replicas if keep_idle_s is None else max_replicas
             own: dict[str, Any] = {}
             if modality.runs_on_vllm:
-                most_engines = replicas if keep_idle_s is None else max_replicas
                 own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpus}
-            own_worker = functools.partial(modality.worker_class(), family, options, **own)
+            engines = most_engines if on_gpus else replicas
+            own_worker = functools.partial(
+                cores.make_worker, family, options, engines=engines, on_gpus=on_gpus, own=own
+            )
             forget_starts(name)
             application = deployment.bind(make_worker or own_worker, time_limits)
             serve.run_many(
