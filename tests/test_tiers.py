@@ -29,7 +29,7 @@ HERE = Path(__file__)
 
 @pytest.mark.parametrize(("has_gpu", "expected"), [(True, "1"), (False, "2")])
 def test_engines_run_one_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, expected: str) -> None:
-    """Two engines would each take most of the only GPU's memory; the Makefile leaves the number to `heavy_arguments`."""
+    """Two engines would each take most of the only GPU; the Makefile leaves the number to `heavy_arguments`."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
     assert heavy_arguments() == ["--numprocesses", expected, *HEAVY]
     (line,) = (line for line in (HERE.parents[1] / "Makefile").read_text().splitlines() if "tests.tiers" in line)

@@ -58,7 +58,8 @@ def num_engines(
     """
     alive = [node for node in nodes if node["Alive"]]
     if not on_gpus:
-        return max(1, math.ceil((engines or 1) / max(1, sum(node["Resources"].get("CPU", 0) > 0 for node in alive))))
+        machines = sum(bool(node["Resources"].get("CPU", 0)) for node in alive)
+        return math.ceil((engines or 1) / max(1, machines))
     gpus = sum(int(node["Resources"].get("GPU", 0)) for node in alive if node["NodeID"] == here)
     room = gpus // options.tensor_parallel_size
     return max(1, room if engines is None else min(room, engines))

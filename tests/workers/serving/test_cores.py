@@ -10,7 +10,7 @@ import pytest
 from search_spaces.study.engine import EngineOptions
 from workers.models.modalities import Modality
 from workers.serving.cores import make_worker, num_engines
-from workers.types import Family
+from workers.types import Family, ModelSource
 
 HEAD = {"NodeID": "head", "Alive": True, "Resources": {"CPU": 4.0}}
 GONE = {"NodeID": "gone", "Alive": False, "Resources": {"CPU": 112.0, "GPU": 8.0}}
@@ -34,7 +34,7 @@ def test_engines_on_the_cpu_are_spread_over_machines() -> None:
 
 @pytest.mark.parametrize(("threads", "expected"), [(0, "13"), (5, "5")])
 def test_threads_are_those_of_the_replicas_machine(
-    tied_family: Family, monkeypatch: pytest.MonkeyPatch, threads: int, expected: str
+    monkeypatch: pytest.MonkeyPatch, threads: int, expected: str
 ) -> None:
     """A replica on a machine of 112 cores and 8 GPUs has 13 threads, however few cores the head has."""
     made: list[str] = []
@@ -52,7 +52,7 @@ def test_threads_are_those_of_the_replicas_machine(
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(112)))
     monkeypatch.setattr(Modality, "worker_class", lambda _: worker)
     monkeypatch.setenv("OMP_NUM_THREADS", "5")
-    options = EngineOptions(threads=threads)
-    found: Any = make_worker(tied_family, options, engines=16, on_gpus=True, own={"most_engines": 16})
+    options, family = EngineOptions(threads=threads), Family(ModelSource("base", "base", "0"), ())
+    found: Any = make_worker(family, options, engines=16, on_gpus=True, own={"most_engines": 16})
     assert (found, made) == ("worker {'most_engines': 16}", [expected])
     assert set_threads == ([] if threads else [13])
