@@ -92,9 +92,9 @@ beside-lint: install
 	@mkdir -p build && echo "make lint has begun; its output follows when it has ended"
 	@nice -n 19 $(MAKE) --no-print-directory lint > build/lint.log 2>&1; status=$$?; cat build/lint.log; exit $$status
 
-# Tests that start Ray or engines need memory and several cores: two at a time, in an order of their own.
+# Tests that start Ray or engines need memory and several cores: two at a time, on a GPU one, in an order of their own.
 test-heavy: install
-	$(PYTEST) $$($(BIN)/python -m tests.tiers) --numprocesses 2 --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
+	$(PYTEST) $$($(BIN)/python -m tests.tiers) --dist loadgroup --no-loadscope-reorder -m "heavy and not cluster" $(PYTEST_ARGS)
 
 # Studies on a Ray cluster of several nodes, which network namespaces make of this machine: needs root, and a quiet machine.
 # Some of these tests take longer than the time after which a test counts as hanging elsewhere.

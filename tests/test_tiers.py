@@ -8,6 +8,7 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from tests.tiers import (
     APART,
@@ -16,6 +17,7 @@ from tests.tiers import (
     LANES,
     MAX_ENGINE_STARTS,
     STARTERS,
+    heavy_arguments,
     lane,
     misplaced,
     needs_ray_or_engine,
@@ -23,6 +25,15 @@ from tests.tiers import (
 )
 
 HERE = Path(__file__)
+
+
+@pytest.mark.parametrize(("has_gpu", "expected"), [(True, "1"), (False, "2")])
+def test_engines_run_one_at_a_time_on_a_gpu(monkeypatch: pytest.MonkeyPatch, has_gpu: bool, expected: str) -> None:
+    """Two engines would each take most of the only GPU; the Makefile leaves the number to `heavy_arguments`."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
+    assert heavy_arguments() == ["--numprocesses", expected, *HEAVY]
+    (line,) = (line for line in (HERE.parents[1] / "Makefile").read_text().splitlines() if "tests.tiers" in line)
+    assert "--numprocesses" not in line
 
 
 @pytest.mark.parametrize("fixture", ["engine", "scorer", "ray_cluster"])

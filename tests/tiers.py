@@ -11,7 +11,17 @@ from collections.abc import Collection, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-__all__ = ["APART", "HEAVY", "LANES", "MAX_ENGINE_STARTS", "lane", "misplaced", "needs_ray_or_engine", "starts_nothing"]
+__all__ = [
+    "APART",
+    "HEAVY",
+    "LANES",
+    "MAX_ENGINE_STARTS",
+    "heavy_arguments",
+    "lane",
+    "misplaced",
+    "needs_ray_or_engine",
+    "starts_nothing",
+]
 
 # Fixtures of tests/conftest.py that start Ray or an engine; fixtures made from them count too.
 STARTERS = frozenset({"engine", "path_engine", "ray_cluster", "scorer"})
@@ -78,5 +88,15 @@ def _started() -> frozenset[str]:
     return frozenset(name for name, is_there in state.items() if is_there)
 
 
+def heavy_arguments() -> list[str]:
+    """Arguments of pytest for the heavy tests: the number of processes, and the directories.
+
+    Where PyTorch finds a GPU, there is one process: an engine takes most of a GPU's memory.
+    """
+    import torch
+
+    return ["--numprocesses", "1" if torch.cuda.is_available() else "2", *HEAVY]
+
+
 if __name__ == "__main__":
-    print(*HEAVY)
+    print(*heavy_arguments())

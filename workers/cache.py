@@ -7,12 +7,17 @@ computed again.
 from __future__ import annotations
 
 import hashlib
+import logging
 import os
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 
-from workers.directories import write_file
+from workers.directories import turn, write_file
 
-__all__ = ["CACHE_VARIABLE", "cache_dir", "cached"]
+__all__ = ["CACHE_VARIABLE", "cache_dir", "cached", "computing"]
+
+log = logging.getLogger(__name__)
 
 CACHE_VARIABLE = "MERGESEARCH_CACHE"
 
@@ -48,6 +53,23 @@ def cached(key: str, value: str | None = None, *, cache: str | Path | None = Non
     except OSError:
         return value
     return value
+
+
+@contextmanager
+def computing(key: str, *, what: str, cache: str | Path | None = None) -> Iterator[None]:
+    """Context manager in which one process at a time computes the value of `key`; the others wait.
+
+    A process that has waited looks into the cache again before it computes the value. `what` names the value in logs
+    and in the name of the lock. `cache` is the cache's directory, or None for the default (function `cache_dir`). If
+    the lock cannot be made there, several processes may compute the value at the same time.
+    """
+    with ExitStack() as stack:
+        try:
+            digest = hashlib.sha256(key.encode()).hexdigest()[:16]
+            stack.enter_context(turn(cache_dir(cache) / "turns" / f"{what[:64]}-{digest}"))
+        except OSError as error:
+            log.info("other processes may compute the same of %s at the same time: %s", what, error)
+        yield
 
 
 def _checksum(key: str, value: str) -> str:

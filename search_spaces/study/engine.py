@@ -76,7 +76,7 @@ class EngineOptions(Engine):
     """
 
     threads: int = 0
-    """The number of threads for arithmetic on CPU; 0: all cores but one."""
+    """The number of threads for arithmetic on CPU; 0: the cores of the machine but one, divided by its engines."""
     max_layers: int = 0
     """The largest number of layers of a merge, for an engine whose merges may have any number and order of layers; 0:
     every merge has as many layers as the base.

@@ -17,18 +17,17 @@ from service.errors import StaleAttempt
 from service.store import JobWriter
 from service.types import HEARTBEAT_S
 
-__all__ = ["ENGINE", "SCORING_PATIENCE_S", "VERIFYING_PATIENCE_S", "WORKERS", "Heartbeat", "waits_for_start"]
+__all__ = ["ENGINE", "PATIENCE_FACTOR", "SCORING_PATIENCE_S", "WORKERS", "Heartbeat", "waits_for_start"]
 
 logger = logging.getLogger(__name__)
 
-# Seconds for which a driver may store and report nothing. Before the first chunk it reads every weight and waits for an
-# engine, which may take `deploy_scorer` half an hour. Afterwards the limit is a multiple of the longest time of a
-# chunk, at least SCORING_PATIENCE_S. Verification scores with plain transformers, which on a CPU are far slower than an
-# engine.
+# Seconds for which a driver may store and report nothing. Before the first chunk it reads every weight. Afterwards the
+# limit is a multiple of the longest time of a chunk, at least SCORING_PATIENCE_S. While it waits for a replica whose
+# own limits are longer, such as one that starts or verifies, the limit is PATIENCE_FACTOR times the replica's.
 PREPARING_PATIENCE_S = 3600.0
 SCORING_PATIENCE_S = 300.0
-VERIFYING_PATIENCE_S = 4 * 3600.0
 PATIENCE_CHUNKS = 10
+PATIENCE_FACTOR = 2.0
 
 # Texts of what a driver waits for: engines, whose phase may follow, or the workers of a training.
 ENGINE = "an engine to start"

@@ -38,7 +38,7 @@ NUM_LOCKS = 64
 # Rules of recipes are removed, the oldest first, once there are twice as many.
 MOST_RULES = 4096
 OWN = "mergesearch-"  # followed by the number of the user who owns the directories
-USERS, FILLED, SOURCES = "users", "filled", "sources"
+USERS, FILLING, FILLED, SOURCES = "users", "filling", "filled", "sources"
 # A process that waits says so in the log after this time, and again each time that it has doubled.
 FIRST_NOTE_S = 2.0
 
@@ -65,7 +65,7 @@ class SharedDirectory:
                 self._users = os.open(self.path / USERS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
             except FileNotFoundError:
                 continue  # it was removed in between
-            _lock(self._users, fcntl.LOCK_SH, "another process that reads the sources into shared memory")
+            _lock(self._users, fcntl.LOCK_SH, "another process that removes unused sources")
             if _is_at(self._users, self.path / USERS):
                 return
             os.close(self._users)
@@ -77,17 +77,13 @@ class SharedDirectory:
         it is full. If the process that fills the memory is killed, another process fills it from the beginning. The
         memory must not be written to afterwards. Raises NoRoom if there is too little shared memory.
         """
-        while not (self.path / FILLED).exists():
-            fcntl.flock(self._users, fcntl.LOCK_UN)
-            _lock(self._users, fcntl.LOCK_EX, "another process that reads the sources into shared memory")
-            try:
-                if not _is_at(self._users, self.path / USERS):
-                    raise NoRoom(f"{self.path} was removed while it was opened")
+        if not (self.path / FILLED).exists():
+            # A lock of its own: the shared lock on USERS is held as long as the directory is open, so that another
+            # process would never get the exclusive one.
+            with _locked(self.path / FILLING, "another process that reads the sources into shared memory"):
                 if not (self.path / FILLED).exists():
                     write(self._memory(num_bytes, is_new=True))
                     (self.path / FILLED).touch(mode=0o600)
-            finally:
-                fcntl.flock(self._users, fcntl.LOCK_SH)
         return self._memory(num_bytes, is_new=False)
 
     def _memory(self, num_bytes: int, *, is_new: bool) -> torch.Tensor:

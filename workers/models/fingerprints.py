@@ -1,7 +1,8 @@
 """Fingerprints (hashes of contents) of checkpoints, and checks of whether their weights are finite; results are cached.
 
 Reading all of a large model takes minutes. Therefore the hash of each file is cached by the file's path, size,
-modification time and inode, and the problems of a model's weights are cached by the model's fingerprint.
+modification time and inode, and the problems of a model's weights are cached by the model's fingerprint. Of processes
+that need the same result at the same time, such as the ranks of an engine, one reads the file and the others wait.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
-from workers.cache import cached
+from workers.cache import cached, computing
 from workers.models.adapters import ADAPTER_CONFIG
 from workers.models.checkpoints import Checkpoint
 from workers.models.remote import stated_hash
@@ -94,8 +95,11 @@ def content_problems(checkpoint: Checkpoint, content: str, *, cache: str | Path 
     key = f"content/1 {content}"
     found = cached(key, cache=cache)
     if found is None:
-        found = "\n".join(_bad_tensors(checkpoint))
-        cached(key, found, cache=cache)
+        with computing(key, what=checkpoint.directory.name, cache=cache):
+            found = cached(key, cache=cache)
+            if found is None:
+                found = "\n".join(_bad_tensors(checkpoint))
+                cached(key, found, cache=cache)
     return tuple(f"{checkpoint.directory.resolve()}: {line}" for line in found.splitlines())
 
 
@@ -131,8 +135,12 @@ def _file_hash(file: Path, cache: str | Path | None) -> str:
     known = cached(key, cache=cache)
     if known is not None:
         return known
-    with file.open("rb") as stream:
-        found = hashlib.file_digest(stream, "sha256").hexdigest()
-    if not state.change(file):
-        cached(key, found, cache=cache)
-    return found
+    with computing(key, what=file.name, cache=cache):
+        known = cached(key, cache=cache)
+        if known is not None:
+            return known
+        with file.open("rb") as stream:
+            found = hashlib.file_digest(stream, "sha256").hexdigest()
+        if not state.change(file):
+            cached(key, found, cache=cache)
+        return found

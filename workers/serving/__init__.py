@@ -9,6 +9,7 @@
 - `serve_completer`: the handle through which prompts are completed
 - `application`: the state of the Serve application that runs the replicas
 - `replica`: the class that Serve runs: one worker, with its lock, health checks and metrics
+- `cores`: the cores of its machine that a replica's engine uses
 - `engine_worker`: the worker of a replica with vLLM: swap, score, describe tasks, verify
 - `image_worker`: the worker of a replica for image classifiers, in torch
 - `recipe_lock`: the order in which a replica scores its chunks

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -14,6 +13,7 @@ from search_spaces.study.engine import EngineOptions
 from workers.engines.vllm.environment import engine_environment
 from workers.errors import EngineUnavailable, ServeUnavailable
 from workers.models.modalities import MODALITIES
+from workers.serving import cores
 from workers.serving.application import (
     answered,
     application_state,
@@ -27,7 +27,7 @@ from workers.serving.gpu_verification import verify_on_free_gpus
 from workers.serving.replica import ScoringReplica, Worker
 from workers.serving.serve_scorer import DEPLOYMENT, ServeScorer
 from workers.serving.start_phases import forget_starts
-from workers.serving.watchdog import TIME_LIMITS, TimeLimits
+from workers.serving.watchdog import TimeLimits
 from workers.telemetry import logs
 from workers.telemetry.environment import passed_on
 from workers.types import (
@@ -97,8 +97,8 @@ def deploy_scorer(
     make_worker: Callable[[], Worker] | None = None,
     health_check_period_s: float = 5.0,
     health_check_timeout_s: float = 30.0,
-    start_timeout_s: float = 1800.0,
-    time_limits: TimeLimits = TIME_LIMITS,
+    start_timeout_s: float | None = None,
+    time_limits: TimeLimits | None = None,
 ) -> ServeScorer:
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
@@ -116,12 +116,15 @@ def deploy_scorer(
 
     Serve checks the health of replicas every `health_check_period_s` seconds, and waits `health_check_timeout_s`
     seconds for an answer. It replaces a replica after three failed checks in a row. By default this takes at most two
-    minutes if a process does not answer, and 15 seconds if the work of a process is overdue (module `time_limits`).
-    Raises EngineUnavailable, with the reason and the replica's log file, as soon as a replica fails to start, and if no
-    replica is ready after `start_timeout_s` seconds.
+    minutes if a process does not answer, and 15 seconds if the work of a process is overdue. `time_limits` are the
+    limits of its work; None means those for models of this size (class `TimeLimits`). Raises EngineUnavailable, with
+    the reason and the replica's log file, as soon as a replica fails to start, and if no replica is ready after
+    `start_timeout_s` seconds; None means the limit of a replica's start.
     """
     from ray import serve
 
+    time_limits = time_limits or TimeLimits.of_family(family)
+    start_timeout_s = time_limits.start_s if start_timeout_s is None else start_timeout_s
     deadline = time.monotonic() + start_timeout_s
     with _deploying(deadline):
         serve.start(proxy_location="Disabled", controller_options={"runtime_env": {"env_vars": CONTROLLER_ENVIRONMENT}})
@@ -142,9 +145,9 @@ def deploy_scorer(
             if is_stale:
                 stop(name)
             scaling = _scaling(replicas, options, keep_idle_s, max_replicas)
-            processes = replicas * options.tensor_parallel_size
-            threads = options.threads or max(1, ((os.cpu_count() or 2) - 1) // processes)
-            environment = passed_on() | engine_environment(options.model_copy(update={"threads": threads}))
+            environment = passed_on() | engine_environment(options)
+            if not options.threads:
+                del environment["OMP_NUM_THREADS"]  # the replica sets it for its own machine
             if logs.is_json():
                 environment["VLLM_CONFIGURE_LOGGING"] = "0"  # its messages are written as those of others
 
@@ -169,11 +172,14 @@ def deploy_scorer(
                     "runtime_env": {"env_vars": environment},
                 },
             )
+            most_engines = replicas if keep_idle_s is None else max_replicas
             own: dict[str, Any] = {}
             if modality.runs_on_vllm:
-                most_engines = replicas if keep_idle_s is None else max_replicas
                 own = {"most_engines": most_engines, "verify_elsewhere": verify_on_free_gpus}
-            own_worker = functools.partial(modality.worker_class(), family, options, **own)
+            engines = most_engines if on_gpus else replicas
+            own_worker = functools.partial(
+                cores.make_worker, family, options, engines=engines, on_gpus=on_gpus, own=own
+            )
             forget_starts(name)
             application = deployment.bind(make_worker or own_worker, time_limits)
             serve.run_many(
@@ -183,7 +189,7 @@ def deploy_scorer(
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {failure_reason(name)}")
         time.sleep(0.2)
-    return ServeScorer(name)
+    return ServeScorer(name, deadline_s=max(ServeScorer.deadline_s, time_limits.start_s))
 
 
 @contextmanager

@@ -222,7 +222,9 @@ class ScoringReplica:
         self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
     ) -> VerificationReport:
         async with self._for_search(recipe.digest):
-            return await self._in_thread(self._other, "verification", self._worker.verify, recipe, samples, spans)
+            limit_s = self._limits.verification_s(sum(span.stop - span.start for span in spans))
+            other = functools.partial(self._other, limit_s=limit_s)
+            return await self._in_thread(other, "verification", self._worker.verify, recipe, samples, spans)
 
     async def check(self) -> tuple[CanaryReport, ...]:
         async with self._for_search(""):
@@ -361,9 +363,9 @@ class ScoringReplica:
         self._add_scored(digest)
         return result
 
-    def _other(self, what: str, function: Callable[..., T], *arguments: Any) -> T:
+    def _other(self, what: str, function: Callable[..., T], *arguments: Any, limit_s: float | None = None) -> T:
         self._current = None
-        with self._watchdog.work(self._limits.other_s, what):
+        with self._watchdog.work(self._limits.other_s if limit_s is None else limit_s, what):
             return function(*arguments)
 
     def _complete(self, batch: CompletionBatch, yields: bool) -> None:

@@ -10,15 +10,31 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Self
 
-from workers.types import ScoreRequest
+from workers.models.remote import absent_bytes
+from workers.types import Family, ScoreRequest
 
-__all__ = ["TIME_LIMITS", "TimeLimits", "Watchdog"]
+__all__ = ["TIME_LIMITS", "TimeLimits", "Watchdog", "weight_bytes"]
+
+GB = 1e9
+
+# Seconds for each GB of the weights of all models, above which work counts as hung; small models have the limits of
+# `TimeLimits`. They are several times what slow machines take, as a limit that is too short ends a working replica.
+# For a start: a download at 100 MB/s takes 10 s, hashes, the search for NaN and the copy to shared memory 1 to 2 s each
+# from a slow disk, and all ranks pin the memory. The first chunk computes statistics of all sources on the CPU.
+START_S_PER_GB = 30.0
+# A chunk may include a comparison with transformers, which waits for those of the machine's other engines.
+CHUNK_S_PER_GB = 10.0
+OTHER_S_PER_GB = 100.0
+# Four models of 70B (564 GB) are planned to take up to 1,245 s for each verified sample of 256 tokens on the CPU.
+VERIFIED_SAMPLE_S_PER_GB = 6.0
 
 
 @dataclass(frozen=True)
 class TimeLimits:
-    """Time limits, in seconds, for the work of a replica.
+    """Time limits, in seconds, for the work of a replica. The defaults are those for small models.
 
     - `start_s`: the start of the replica's worker, with downloads and compilation
     - `first_chunk_s`: scoring a chunk (the samples of one request) with a task or a merge method that is new to
@@ -26,6 +42,7 @@ class TimeLimits:
     - `chunk_factor`, `chunk_s`: any other chunk may take `chunk_factor` times the time expected from the chunks
       measured so far, and at least `chunk_s`
     - `other_s`: other work, such as describing tasks and verification
+    - `verified_sample_s`: verification may take as long for each of its samples, and at least `other_s`
     """
 
     start_s: float = 1800.0
@@ -33,9 +50,41 @@ class TimeLimits:
     chunk_s: float = 60.0
     chunk_factor: float = 10.0
     other_s: float = 7200.0
+    verified_sample_s: float = 0.0
+
+    @classmethod
+    def of_bytes(cls, num_bytes: int) -> Self:
+        """Limits for models whose weights have `num_bytes` bytes together; none is below the default."""
+        size = num_bytes / GB
+        return cls(
+            start_s=max(cls.start_s, START_S_PER_GB * size),
+            first_chunk_s=max(cls.first_chunk_s, START_S_PER_GB * size),
+            chunk_s=max(cls.chunk_s, CHUNK_S_PER_GB * size),
+            other_s=max(cls.other_s, OTHER_S_PER_GB * size),
+            verified_sample_s=VERIFIED_SAMPLE_S_PER_GB * size,
+        )
+
+    @classmethod
+    def of_family(cls, family: Family) -> Self:
+        """Limits for the models of `family`, by the sizes of their files (function `weight_bytes`)."""
+        return cls.of_bytes(weight_bytes(family))
+
+    def verification_s(self, num_samples: int) -> float:
+        return max(self.other_s, num_samples * self.verified_sample_s)
 
 
 TIME_LIMITS = TimeLimits()
+
+
+def weight_bytes(family: Family) -> int:
+    """Bytes of the weights of all models in `family`, with those that are still to be downloaded.
+
+    A model that this machine knows nothing of counts as 0 bytes.
+    """
+    adapted = (model.adapts for model in family.models if model.adapts is not None)
+    directories = {Path(each) for each in (*(model.directory for model in family.models), *adapted)}
+    here = (file.stat().st_size for directory in directories for file in directory.glob("*.safetensors"))
+    return sum(here) + absent_bytes(directories)
 
 
 class Watchdog:

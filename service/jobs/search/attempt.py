@@ -19,7 +19,7 @@ from search_spaces.searchers import SEARCHERS
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import Study
 from service.errors import Conflict, StaleAttempt, StudyFailed, StudyUnusable
-from service.jobs.heartbeat import ENGINE, SCORING_PATIENCE_S, VERIFYING_PATIENCE_S, Heartbeat
+from service.jobs.heartbeat import ENGINE, PATIENCE_FACTOR, SCORING_PATIENCE_S, Heartbeat
 from service.jobs.search.progress import SEARCHING, PaceMeter, ProgressReporter, ProgressSnapshot
 from service.jobs.search.verification import verify_trials
 from service.resolved_study import ResolvedStudy
@@ -57,6 +57,7 @@ from service.tune.searchers.descents import descents_of, num_steps_for
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialResult, TrialState
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.models.modalities import modality_of_task
+from workers.serving.watchdog import TimeLimits
 from workers.types import CanaryReport, Scorer, Split, TaskSpec
 
 __all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "values_ci95", "with_alignments"]
@@ -231,7 +232,14 @@ def execute(
         refined = 0 if plan.refinement is None else plan.refinement.options.paths * sum(plan.rung_samples[-1].values())
         planned = preflight.within_limit(expected.search + refined) + expected.holdout + expected.benchmarks
         snapshots = _Snapshots(coordinator, preflight, planned, _planned_steps(algorithm, setting))
-        watch = _WaitWatch(scorer, lambda: coordinator.awaited_judges, writer, heartbeat)
+        limits = TimeLimits.of_family(preflight.models.family)
+        watch = _WaitWatch(
+            scorer,
+            lambda: coordinator.awaited_judges,
+            writer,
+            heartbeat,
+            patience_s=max(SCORING_PATIENCE_S, PATIENCE_FACTOR * limits.chunk_s),
+        )
 
         meter = PaceMeter()
 
@@ -254,7 +262,9 @@ def execute(
             nonlocal not_verified
             if best_trial(coordinator.trials, preflight.tasks.objectives) is None:
                 raise StudyFailed(_no_result(coordinator.trials, heartbeat.stop_reason))
-            heartbeat.min_patience_s = VERIFYING_PATIENCE_S
+            verify = preflight.study.engine.verify
+            num_samples = verify.samples * len(preflight.tasks.objectives) if verify else 0
+            heartbeat.min_patience_s = PATIENCE_FACTOR * limits.verification_s(num_samples)
             # Verification takes a GPU if one is free, and much memory. The search is over, and needs no more gradients.
             for holder in (proposer, gradients):
                 if holder is not None:
@@ -441,12 +451,20 @@ class _WaitWatch:
 
     Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
     an engine, or while a judge does not answer. `judges` returns the URLs of the judges that the driver waits for; the
-    option `judge.wait_s` limits this wait. `scorer` says whether an engine is starting.
+    option `judge.wait_s` limits this wait. `scorer` says whether an engine is starting. `patience_s` is the number of
+    seconds without progress, once samples are scored, before the driver is replaced.
     """
 
     def __init__(
-        self, scorer: Scorer, judges: Callable[[], Sequence[str]], writer: JobWriter, heartbeat: Heartbeat
+        self,
+        scorer: Scorer,
+        judges: Callable[[], Sequence[str]],
+        writer: JobWriter,
+        heartbeat: Heartbeat,
+        *,
+        patience_s: float,
     ) -> None:
+        self._patience_s = patience_s
         self._scorer = scorer
         self._judges = judges
         self._writer = writer
@@ -455,7 +473,7 @@ class _WaitWatch:
 
     def look(self) -> None:
         if self._writer.scored_at:
-            self._heartbeat.min_patience_s = SCORING_PATIENCE_S
+            self._heartbeat.min_patience_s = self._patience_s
         now = time.monotonic()
         if now - max(self._writer.stored_at, self._began_at) < ENGINE_CHECK_S:
             self._heartbeat.wait_for(None)

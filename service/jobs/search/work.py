@@ -11,7 +11,7 @@ from service.cluster.node_calls import cluster_machines
 from service.disk import alignments_dir, data_dir_of
 from service.engine_machines import EngineMachines, gpu_need, has_gpus, known_machines
 from service.jobs.base import Attempt
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import ENGINE, PATIENCE_FACTOR
 from service.jobs.search.attempt import execute, with_alignments
 from service.jobs.search.prepare import prepared
 from service.jobs.search.progress import ProgressReporter
@@ -26,6 +26,7 @@ from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
 from service.studies.warm_start import with_warm_start
 from workers.serving.deployment import app_name, runs_on_gpus
+from workers.serving.watchdog import TimeLimits
 from workers.telemetry import tracing
 
 __all__ = ["continue_study", "work"]
@@ -117,6 +118,7 @@ def continue_study(
             on_gpus = runs_on_gpus(family, gpu_need())
             options = with_stored_dtype(preflight.engine_options, stored, on_gpus=on_gpus)
             application = app_name(family, options, on_gpus=on_gpus)
+            heartbeat.min_patience_s = PATIENCE_FACTOR * TimeLimits.of_family(family).start_s
             with telling_starts(application, heartbeat, attempt.progressed):
                 opened = attempt.resources.scorer(family, options, replicas)
                 scorer = stack.enter_context(opened)

@@ -128,7 +128,7 @@ def test_driver_reports_waiting_for_engine(store: Store, writer: JobWriter, cloc
 
     scorer = Starting()
     heartbeat = Heartbeat(writer, 0.0)
-    watch = attempt._WaitWatch(scorer, lambda: (), writer, heartbeat)
+    watch = attempt._WaitWatch(scorer, lambda: (), writer, heartbeat, patience_s=SCORING_PATIENCE_S)
     assert waits_for() is None
     for _ in range(3):
         clock.advance(attempt.ENGINE_CHECK_S)
@@ -146,7 +146,7 @@ def test_driver_reports_waiting_for_judge(store: Store, writer: JobWriter, clock
     """A driver that waits for a judge says so, and is not replaced meanwhile."""
     judges = ["http://judge/v1"]
     heartbeat = Heartbeat(writer, 0.0)
-    watch = attempt._WaitWatch(FakeScorer(), lambda: judges, writer, heartbeat)
+    watch = attempt._WaitWatch(FakeScorer(), lambda: judges, writer, heartbeat, patience_s=SCORING_PATIENCE_S)
     clock.advance(attempt.ENGINE_CHECK_S)
     watch.look()
     assert store.jobs()[0].waiting_for == "the judge at http://judge/v1"

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import multiprocessing
 import os
 import signal
 import subprocess
 import sys
 import threading
+import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -82,6 +85,42 @@ def test_one_of_several_processes_fills_and_computes(root: Path, tmp_path: Path)
     assert len(written) in (1, 2, 3)  # a process that begins when the others have ended fills it again
     assert len(written) == len((tmp_path / "values").read_text().split())
     assert names(root) == []
+
+
+def fill_and_stay(root: Path, barrier: Any, filled: Any, release: Any) -> None:
+    """Open and fill the directory when all processes have come to `barrier`; keep it open until `release` is set."""
+    barrier.wait()
+    shared = SharedDirectory("sources", root=root)
+    time.sleep(0.002)  # as a bank does, which reads the headers of its models between both
+
+    def write(memory: torch.Tensor) -> None:
+        time.sleep(0.02)
+        memory.fill_(7)
+
+    if torch.equal(shared.fill(10, write), torch.full((10,), 7, dtype=torch.uint8)):
+        filled.release()
+    release.wait()
+
+
+def test_processes_that_start_together_and_stay_all_get_it(root: Path) -> None:
+    """Each of several processes gets the memory while all others keep it open, however close together they start."""
+    context = multiprocessing.get_context("fork")
+    for number in range(10):
+        barrier, filled, release = context.Barrier(4), context.Semaphore(0), context.Event()
+        arguments = (root / str(number), barrier, filled, release)
+        arguments[0].mkdir()
+        started = [context.Process(target=fill_and_stay, args=arguments, daemon=True) for _ in range(4)]
+        try:
+            for each in started:
+                each.start()
+            num_filled = sum(filled.acquire(timeout=10) for _ in started)
+            release.set()
+            for each in started:
+                each.join(10)
+        finally:
+            for each in started:
+                each.kill()
+        assert num_filled == 4, f"round {number}: {num_filled} of 4 processes have the memory"
 
 
 def test_a_killed_process_leaves_memory_to_others(root: Path, tmp_path: Path) -> None:

@@ -1,9 +1,13 @@
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable
+import threading
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -15,7 +19,8 @@ from transformers import AutoTokenizer
 
 from tests.builders import character_tokenizer
 from workers.errors import InvalidModel
-from workers.models.checkpoints import BY_CONFIG, open_checkpoint
+from workers.models import fingerprints
+from workers.models.checkpoints import BY_CONFIG, Checkpoint, open_checkpoint
 from workers.models.family import open_family, resolve_family
 from workers.models.fingerprints import content_problems, fingerprint
 from workers.models.headers import TensorInfo
@@ -49,7 +54,7 @@ def write(directory: Path, found: dict[str, torch.Tensor] | None = None, **confi
 
 
 def records(cache: Path) -> list[Path]:
-    return [file for file in cache.rglob("*") if file.is_file()]
+    return [file for file in (cache / "records").rglob("*") if file.is_file()]
 
 
 def problems_of(call: Callable[[], object]) -> str:
@@ -361,6 +366,41 @@ def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
     good = open_checkpoint(write(tmp_path / "good"))
     assert content_problems(good, "2", cache=cache) == ()
     assert content_problems(checkpoint, "2", cache=cache) == (), "what is known of a content is not looked for again"
+
+
+@pytest.mark.parametrize("is_writable", [True, False])
+def test_processes_that_start_together_read_models_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writable: bool
+) -> None:
+    """Of several users that need hashes and contents at once, one reads them; all read where nothing can be locked."""
+    checkpoint, cache = open_checkpoint(write(tmp_path / "model")), tmp_path / "cache"
+    if not is_writable:
+        cache.write_text("not a directory")
+    barrier, hashed, scanned = threading.Barrier(4), list[str](), list[str]()
+    digest, bad_tensors = hashlib.file_digest, fingerprints._bad_tensors
+
+    def slow_digest(stream: Any, name: Any) -> Any:
+        hashed.append(Path(stream.name).name)
+        time.sleep(0.1)
+        return digest(stream, name)
+
+    def slow_scan(checkpoint: Checkpoint) -> Iterator[str]:
+        scanned.append(checkpoint.directory.name)
+        time.sleep(0.1)
+        return bad_tensors(checkpoint)
+
+    def open_it(_: int) -> tuple[str, tuple[str, ...]]:
+        barrier.wait()
+        found = fingerprint(checkpoint, cache=cache)
+        return found, content_problems(checkpoint, found, cache=cache)
+
+    monkeypatch.setattr(hashlib, "file_digest", slow_digest)
+    monkeypatch.setattr(fingerprints, "_bad_tensors", slow_scan)
+    with ThreadPoolExecutor(4) as pool:
+        assert len(set(pool.map(open_it, range(4)))) == 1
+    times = 1 if is_writable else 4
+    assert sorted(hashed) == sorted(["config.json", "model.safetensors"] * times)
+    assert scanned == ["model"] * times
 
 
 def test_damaged_record_is_made_again(tmp_path: Path) -> None:

@@ -11,7 +11,9 @@ from __future__ import annotations
 import json
 import logging
 import math
+import socket
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 from importlib.metadata import version
 from pathlib import Path
@@ -179,14 +181,14 @@ class Canary:
         recipe: Recipe,
         engine_logprobs: Callable[[Sequence[Sequence[int]]], list[list[float]]],
         *,
-        free_bytes: int,
+        free_bytes: Callable[[], int],
         swap_count: int,
     ) -> CanaryReport:
         """Make a canary: compare the engine with transformers, and count the comparison as passed or skipped.
 
         - `recipe`: the recipe that the engine should hold
         - `engine_logprobs`: returns the engine's log-probabilities of the tokens of each prompt except the first
-        - `free_bytes`: the host memory that a second model, in transformers, may take
+        - `free_bytes`: returns the host memory that a second model, in transformers, may take now
         - `swap_count`: the number of merges that were written into the engine so far
 
         Raises EvidenceMismatch if the engine fails the canary.
@@ -203,18 +205,31 @@ class Canary:
         recipe: Recipe,
         engine_logprobs: Callable[[Sequence[Sequence[int]]], list[list[float]]],
         *,
-        free_bytes: int,
+        free_bytes: Callable[[], int],
     ) -> float | None:
         """Return how much the log-probabilities of fixed prompts differ between the engine and transformers.
 
         - `recipe`: the recipe that the engine should hold
         - `engine_logprobs`: returns the engine's log-probabilities of the tokens of each prompt except the first
-        - `free_bytes`: the host memory that a second model, in transformers, may take
+        - `free_bytes`: returns the host memory that a second model, in transformers, may take now
 
         Returns None, for a skipped comparison, if a second model does not fit into this memory, the merge's logits are
         not finite, or rounding is too large to find a wrong swap. Raises EvidenceMismatch if the difference, or the
         share of the base model in the engine's log-probabilities, is larger than rounding explains.
+
+        Engines of one machine make their second models one after the other, because all of them take the same memory.
         """
+        is_known = recipe.digest == self._base.digest and _known_calibration(self._calibration_key()) is not None
+        with nullcontext() if is_known else _turn_of_machine():
+            return self._compare(recipe, engine_logprobs, free_bytes=free_bytes())
+
+    def _compare(
+        self,
+        recipe: Recipe,
+        engine_logprobs: Callable[[Sequence[Sequence[int]]], list[list[float]]],
+        *,
+        free_bytes: int,
+    ) -> float | None:
         is_base = recipe.digest == self._base.digest
         key = self._calibration_key()
         known = self._calibration or _known_calibration(key)
@@ -265,6 +280,11 @@ class Canary:
             found = calibrate(model, self._prompts, dtype=self._dtype)
             cached(key, json.dumps(asdict(found)))
             return found
+
+
+def _turn_of_machine() -> AbstractContextManager[None]:
+    """Lock for the memory of a second model, against other processes of this machine; machines may share the cache."""
+    return turn_if_writable(cache_dir() / "canaries" / f"model-on-{socket.gethostname()}")
 
 
 def _known_calibration(key: str) -> Calibration | None:

@@ -351,7 +351,7 @@ class Engine:
             return self.canary.report
 
     def _make_canary(self, recipe: Recipe) -> CanaryReport:
-        report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes(), swap_count=self.swap_count)
+        report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes, swap_count=self.swap_count)
         self._is_checked = not report.skipped
         return report
 
@@ -362,7 +362,7 @@ class Engine:
         was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (method
         `canary.Canary.compare`).
         """
-        return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes())
+        return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes)
 
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None

@@ -30,6 +30,7 @@ __all__ = [
     "free_for_engine",
     "kv_cache_bytes",
     "kv_token_bytes",
+    "logprobs_bytes",
     "memory_requirements",
     "usable_gpu_bytes",
     "value_bytes",
@@ -46,9 +47,10 @@ USABLE_SHARE = 0.92
 CONTEXT_BYTES = 1 << 30
 # Memory of an engine besides weights, keys and values: activations of a full batch, captured graphs.
 ACTIVATION_BYTES = 2 << 30
-# Bytes of each logit of a prompt whose log-probabilities are computed: the logit itself, and its log-softmax in
-# float32. vLLM does not count them either.
-LOGIT_BYTES = 8
+# Bytes of each logit of a prompt, besides the logit itself, while vLLM's model runner V1 computes log-probabilities:
+# its copy in float32, which PyTorch makes of bfloat16 and of vocabularies that vLLM has padded, and its log-softmax.
+# The log-softmax of the text before in the same pass is kept meanwhile. vLLM does not count them. V2 takes less.
+FLOAT32_LOGITS_BYTES, LOG_SOFTMAX_BYTES = 4, 4
 # The number of texts of TEXT_TOKENS tokens that an engine should serve at once. With fewer than MANY_TEXTS, decoding is
 # so much slower that swapping from host memory costs less; with fewer than FEW_TEXTS, even swapping from mapped files
 # costs less.
@@ -212,8 +214,20 @@ def memory_requirements(
         ranks=ranks,
         statistics=statistics_bytes(sources),
         recent=recent_bytes(sources),
-        logprobs=min(max_length, MAX_NUM_BATCHED_TOKENS) * int(config.get("vocab_size") or 0) * LOGIT_BYTES,
+        logprobs=logprobs_bytes(int(config.get("vocab_size") or 0), dtype, max_length),
     )
+
+
+def logprobs_bytes(vocabulary: int, dtype: str, max_length: int) -> int:
+    """Bytes that vLLM takes on a GPU for the log-probabilities of the prompts of one pass, one prompt after the other.
+
+    `vocabulary` is the number of token ids, `dtype` is the engine's dtype, and `max_length` is the number of tokens of
+    the longest text.
+    """
+    tokens = min(max_length, MAX_NUM_BATCHED_TOKENS)
+    before = min(max_length, MAX_NUM_BATCHED_TOKENS - tokens)
+    of_logit = value_bytes(dtype) + FLOAT32_LOGITS_BYTES + LOG_SOFTMAX_BYTES
+    return vocabulary * (tokens * of_logit + before * LOG_SOFTMAX_BYTES)
 
 
 def batched_tokens(max_length: int, *, is_cpu: bool) -> int:
@@ -221,7 +235,7 @@ def batched_tokens(max_length: int, *, is_cpu: bool) -> int:
 
     `max_length` is the number of tokens of the longest text. On a GPU, a text with more tokens than
     MAX_NUM_BATCHED_TOKENS is read in several passes, because vLLM computes the log-probabilities of all tokens of a
-    pass at once: for 32,768 tokens and a vocabulary of 128,256 they would take 25 GB.
+    pass at once: for 32,768 tokens and a vocabulary of 128,256 they would take 42 GB in bfloat16.
     """
     return max(MAX_NUM_BATCHED_TOKENS, max_length) if is_cpu else MAX_NUM_BATCHED_TOKENS
 

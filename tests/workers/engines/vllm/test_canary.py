@@ -137,7 +137,7 @@ def test_the_base_is_measured_once_on_a_machine(
         return one.make(
             base,
             lambda prompts: [logprobs(model, prompt) for prompt in prompts],
-            free_bytes=free_bytes,
+            free_bytes=lambda: free_bytes,
             swap_count=1,
         )
 
@@ -156,6 +156,37 @@ def test_the_base_is_measured_once_on_a_machine(
     assert len(built) == 3
 
 
+def test_engines_of_a_machine_build_one_model_at_a_time(
+    shipped: Family, bank: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each engine of a machine looks for free memory when it has its turn, so that no two take the same memory."""
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(canary, "open_bank", lambda document: bank)
+    recipe, num_models, most = arithmetic(shipped, 0.4, 0.3, 0.2), 0, 0
+    known = [logprobs(merged_model(recipe, bank, dtype="float32"), prompt) for prompt in PROMPTS]
+
+    def merged(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
+        nonlocal num_models, most
+        num_models += 1
+        most = max(most, num_models)
+        time.sleep(0.2)
+        found = merged_model(recipe, bank, dtype=dtype)
+        num_models -= 1
+        return found
+
+    monkeypatch.setattr(canary, "merged_model", merged)
+
+    def check(replica: str) -> CanaryReport:
+        one = Canary(
+            shipped, base=base_recipe(shipped), replica=replica, dtype="float32", vocabulary=104, max_length=512
+        )
+        return one.make(recipe, lambda _: known, free_bytes=lambda: 0 if num_models else 1 << 40, swap_count=32)
+
+    with ThreadPoolExecutor(4) as pool:
+        assert [(report.canaries, report.skipped) for report in pool.map(check, "abcd")] == [(1, "")] * 4
+    assert most == 1
+
+
 def test_a_canary_is_skipped_if_rounding_hides_wrong_swaps(
     shipped: Family, bank: Bank, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -167,6 +198,6 @@ def test_a_canary_is_skipped_if_rounding_hides_wrong_swaps(
     def garbage(prompts: Any) -> list[list[float]]:
         return [[-9.0] * (len(prompt) - 1) for prompt in prompts]
 
-    report = one.make(base_recipe(shipped), garbage, free_bytes=1 << 40, swap_count=1)
+    report = one.make(base_recipe(shipped), garbage, free_bytes=lambda: 1 << 40, swap_count=1)
     assert report.canaries == 0
     assert "rounding to bfloat16 alone changes the log-probabilities of this model by inf nats" in report.skipped

@@ -134,7 +134,9 @@ def test_long_texts_are_read_in_passes_on_a_gpu(untied_family: Family) -> None:
     assert (batched_tokens(2048, is_cpu=True), batched_tokens(32768, is_cpu=True)) == (4096, 32768)
     config = read_config(untied_family.base.directory)
     long = memory_requirements(open_sources(untied_family), config=config, dtype="bfloat16", max_length=32768)
-    assert long.logprobs == 4096 * config["vocab_size"] * 8
+    assert long.logprobs == 4096 * config["vocab_size"] * 10  # the logit, its copy in float32, and its log-softmax
+    half = memory_requirements(open_sources(untied_family), config=config, dtype="bfloat16", max_length=2048)
+    assert half.logprobs == 2048 * config["vocab_size"] * 14, "the log-softmax of the text before is kept"
     assert replace(long, scratch=1).beside == long.logprobs
     assert replace(long, logprobs=1).beside == long.scratch
 
@@ -227,7 +229,7 @@ def test_needs_are_those_of_the_files(untied_family: Family, tmp_path: Path) -> 
         64,
         statistics=needs.statistics,
         recent=needs.recent,
-        logprobs=64 * config["vocab_size"] * 8,
+        logprobs=64 * config["vocab_size"] * 14,
     )
     assert needs.recent == bank.num_bytes // 8
     # Statistics of one expert have 9 bytes for 128 elements, and one more place for each tensor.
