@@ -6,6 +6,7 @@ a cluster.
 
 from __future__ import annotations
 
+import logging
 import math
 import os
 import sys
@@ -18,6 +19,8 @@ from workers.serving.replica import Worker
 from workers.types import Family
 
 __all__ = ["make_worker", "num_engines"]
+
+log = logging.getLogger(__name__)
 
 
 def make_worker(
@@ -43,6 +46,7 @@ def make_worker(
         os.environ["OMP_NUM_THREADS"] = str(threads)  # PyTorch reads it when it is imported, here and in ranks
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(threads)
+        log.info("%d engines share %d cores: %d threads for each process of one", shared_by, cores, threads)
     worker: Worker = MODALITIES[family.modality].worker_class()(family, options, **own)
     return worker
 
