@@ -53,7 +53,7 @@ def activation_bytes(
     of one layer and the inputs of all layers are kept. `layers` is the number of layers on the device; None means all
     layers.
     """
-    hidden, heads = int(config["hidden_size"]), int(config["num_attention_heads"])
+    hidden, heads = int(config["hidden_size"]), int(config.get("num_attention_heads") or 1)
     head_size = int(config.get("head_dim") or hidden // heads)
     keys = int(config.get("num_key_value_heads") or heads) * head_size
     layers = int(config["num_hidden_layers"]) if layers is None else layers

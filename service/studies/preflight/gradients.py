@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.engine_machines import EngineMachines
-from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
+from service.studies.preflight.resources import (
+    PASS_TOKENS,
+    GradientPlace,
+    MemoryPlan,
+    gradient_activation_bytes,
+    gradient_model_bytes,
+    gradient_value_bytes,
+)
 from service.studies.preflight.shared_gpus import SharedGpu
 from workers.engines.vllm.memory import FEW_TEXTS, MANY_TEXTS, usable_gpu_bytes
 from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
@@ -18,29 +24,12 @@ from workers.training.memory import activation_bytes, divided_layers, reduction_
 
 __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
 
-# Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
-PASS_TOKENS = 16_384
 # The smallest passes that are planned; smaller ones are computed only if a GPU turns out to be full.
 LEAST_PLANNED_TOKENS = 2_048
-
-
-@dataclass(frozen=True)
-class GradientPlace:
-    """The device on which a study computes gradients, and whether activations are recomputed there.
-
-    `recomputes` says whether activations are computed twice to save memory. `reason` says in words why this device was
-    chosen; it is "" if no machine has a GPU. `num_gpus` is the number of GPUs of one machine over which the layers of
-    the model are divided; it is not used for the CPU. `tokens` is the number of tokens of a pass for which memory is
-    planned. `gpu_share` is the share of the GPU's memory that gradients take if an engine uses the same GPU; it is 0
-    if no engine does.
-    """
-
-    device: Literal["cuda", "cpu"]
-    recomputes: bool = False
-    reason: str = ""
-    num_gpus: int = 1
-    tokens: int = PASS_TOKENS
-    gpu_share: float = 0.0
+# The smallest passes that are planned on the CPU (`workers.training.gradients.LEAST_TOKENS`).
+LEAST_CPU_TOKENS = 512
+# Bytes of the activations of a pass on a CPU whose memory is not known.
+UNKNOWN_ROOM_BYTES = 8 << 30
 
 
 def gradient_place(
@@ -56,8 +45,9 @@ def gradient_place(
 
     A GPU is chosen if model, gradients and activations fit into its memory, and the memory of an engine too if the
     GPU has one. If they fit only with recomputed activations, activations are recomputed. Otherwise the CPU is chosen,
-    if the host's memory has room for engines and gradients. If the study does not even fit into the host's memory
-    without gradients, the CPU is chosen too, and `check_memory` reports the lack of memory.
+    if the host's memory has room for engines and gradients. If the memory limits passes, they have fewer tokens, and
+    then activations are recomputed. If the study does not even fit into the host's memory without gradients, the CPU is
+    chosen too, and `check_memory` reports the lack of memory.
 
     `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
     the memory of the study with gradients on a given device; the device None means without gradients. `max_layers` is
@@ -81,15 +71,43 @@ def gradient_place(
             return beside, ""
         reasons.append(why)
     why = ", and ".join(filter(None, reasons))
-    on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
-    with_gradients = plan(on_cpu)
+    place = GradientPlace("cpu")
+    for place in _on_cpu(sources, why):
+        with_gradients = plan(place)
+        is_known = with_gradients.available_bytes is not None
+        activations = 0 if is_known else gradient_activation_bytes(study, sources, place, max_layers=max_layers)
+        if with_gradients.fits and activations <= UNKNOWN_ROOM_BYTES:
+            return place, ""
     if with_gradients.fits or not plan(None).fits:
-        return on_cpu, ""
+        return place, ""
     lack = (
         f"they need {gib(with_gradients.gradient_bytes)} of memory beside the engines, "
         f"{gib(with_gradients.needed_bytes)} in all, and {gib(with_gradients.available_bytes or 0)} are available"
     )
     return None, lack + (f"; {why}" if why else "")
+
+
+def _on_cpu(sources: ResolvedFamily, why: str) -> Iterator[GradientPlace]:
+    """Yield the ways to compute gradients on the CPU, in the order of preference.
+
+    Passes of PASS_TOKENS tokens come first. Smaller passes, down to LEAST_PLANNED_TOKENS, are preferred to activations
+    that are computed twice, because a pass that is twice as small costs only one more reading of the sources. `why` has
+    the reasons against GPUs; it is "" if no machine has a GPU. A modality that limits activations itself
+    (`Modality.pass_bytes`) has one way. `sources` are the study's models.
+    """
+    as_why = f", as {why}" if why else ""
+    whole = GradientPlace("cpu", reason=f"the CPU computes them{as_why}" if why else "")
+    yield whole
+    if sources.modality.pass_bytes:
+        return
+    for recomputes, least in ((False, LEAST_PLANNED_TOKENS), (True, LEAST_CPU_TOKENS)):
+        tokens = PASS_TOKENS if recomputes else PASS_TOKENS // 2
+        while tokens >= least:
+            twice = " with activations computed twice" if recomputes else ""
+            smaller = "" if tokens == PASS_TOKENS else f" in passes of {tokens:,} tokens"
+            reason = f"the CPU computes them{twice}{smaller}, for lack of memory{as_why}"
+            yield replace(whole, recomputes=recomputes, tokens=tokens, reason=reason)
+            tokens //= 2
 
 
 def _on_gpu(

@@ -351,7 +351,16 @@ def test_free_memory_of_each_gpu_limits_the_tokens_of_a_pass(
     monkeypatch.setattr(gradients, "free_bytes", lambda device: one if str(device) == "cpu:0" else 10**12)
     divided = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path, more_devices=("cpu:0",))
     assert abs(divided._max_tokens - 3000 // divided.model.num_layers_on[1]) <= 1
-    assert bank._max_tokens == gradients.MAX_TOKENS, "no GPU, no limit"
+    assert bank._max_tokens == gradients.MAX_TOKENS, "the free memory of this machine has room for more"
+    # A CPU is limited by the free memory of its machine or container.
+    monkeypatch.undo()
+    room = activation_bytes(config, 2000, 4, recomputes=False, layers=layers) + passing
+    monkeypatch.setattr(gradients, "free_host_bytes", lambda: round(room / gradients.FREE_HOST_SHARE))
+    found = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+    assert abs(found._max_tokens - 2000) <= 1
+    monkeypatch.setattr(gradients, "free_host_bytes", lambda: 0)
+    found = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+    assert (found._max_tokens, found._recomputes) == (gradients.LEAST_TOKENS, True)
 
 
 @pytest.mark.slow
