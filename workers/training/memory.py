@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import ctypes
 import math
 import os
@@ -11,7 +12,15 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from workers.models.family import ResolvedFamily
 
-__all__ = ["activation_bytes", "divided_layers", "keep_freed_memory", "reduction_bytes", "tokens_within"]
+__all__ = [
+    "LOGITS",
+    "activation_bytes",
+    "divided_layers",
+    "keep_freed_memory",
+    "pass_bytes",
+    "reduction_bytes",
+    "tokens_within",
+]
 
 # mallopt's parameters in glibc's malloc.h, and the environment variables that set them.
 TRIM_THRESHOLD, MMAP_THRESHOLD = -1, -3
@@ -20,8 +29,13 @@ VARIABLES = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "GLIBC_TUNABLES
 KEPT = 128 << 20  # bytes of free heap that the process keeps
 MAPPED = 32 << 20  # bytes above which an allocation is a separate mapping, which is returned when it is freed
 
-# Activations beside those of the layers, such as logits and losses, as a share of them.
+# Activations beside those of the layers, such as embeddings and copies, as a share of them.
 OTHER_ACTIVATIONS = 0.25
+
+# Logits of a pass of gradients that are in memory at once (`workers.training.losses`), and the bytes of each, with its
+# copies in float32 and its gradients.
+LOGITS = 1 << 25
+LOGIT_BYTES = 16
 
 # Bytes of the float32 copies of a chunk of gradient, base, expert and difference (`workers.training.reduction.CHUNK`).
 REDUCTION_CHUNK_BYTES = 6 * 4 * (1 << 22)
@@ -62,6 +76,22 @@ def activation_bytes(
     return int((1 + OTHER_ACTIVATIONS) * kept * tokens * value_bytes)
 
 
+def pass_bytes(
+    config: Mapping[str, Any], tokens: int, value_bytes: int, *, recomputes: bool, layers: int | None = None
+) -> int:
+    """Bytes of memory of a pass of gradients over `tokens` tokens, besides the model and one gradient.
+
+    The bytes are those of the activations (function `activation_bytes`) and of the logits of at most `tokens` tokens.
+    If these are more than LOGITS, they are computed in chunks, and the gradients of two chunks with respect to the
+    output head are in memory together. Models without a vocabulary have no logits.
+    """
+    vocabulary = int(config.get("vocab_size") or 0)
+    logits = tokens * vocabulary
+    of_head = vocabulary * int(config["hidden_size"]) * value_bytes if logits > LOGITS else 0
+    activations = activation_bytes(config, tokens, value_bytes, recomputes=recomputes, layers=layers)
+    return activations + LOGIT_BYTES * min(logits, LOGITS) + of_head
+
+
 def reduction_bytes(sources: ResolvedFamily) -> int:
     """Peak GPU memory, in bytes, to convert the gradient of one merged tensor into derivatives of its coefficients.
 
@@ -80,13 +110,16 @@ def reduction_bytes(sources: ResolvedFamily) -> int:
 def tokens_within(
     room_bytes: int, config: Mapping[str, Any], value_bytes: int, *, recomputes: bool, layers: int | None = None
 ) -> int:
-    """Largest number of tokens of a pass whose activations fit into `room_bytes` bytes of a device; at least 0.
+    """Largest number of tokens of a pass whose activations and logits fit into `room_bytes` bytes; at least 0.
 
-    The other arguments are as in the function `activation_bytes`.
+    The other arguments are as in the function `pass_bytes`.
     """
-    # Computed for many tokens, because the bytes of a single token are rounded.
-    each = activation_bytes(config, 1 << 20, value_bytes, recomputes=recomputes, layers=layers) / (1 << 20)
-    return max(0, int(room_bytes / each))
+
+    def taken(tokens: int) -> int:
+        return pass_bytes(config, tokens, value_bytes, recomputes=recomputes, layers=layers)
+
+    # Every token takes at least one byte.
+    return max(0, bisect.bisect_right(range(max(0, room_bytes) + 1), room_bytes, key=taken) - 1)
 
 
 def divided_layers(layer_bytes: int, num_layers: int, outside_bytes: int, num_devices: int) -> tuple[int, ...]:

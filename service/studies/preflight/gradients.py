@@ -20,7 +20,7 @@ from service.studies.preflight.shared_gpus import SharedGpu
 from workers.engines.vllm.memory import FEW_TEXTS, MANY_TEXTS, usable_gpu_bytes
 from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
 from workers.models.family import ResolvedFamily
-from workers.training.memory import activation_bytes, divided_layers, reduction_bytes, tokens_within
+from workers.training.memory import divided_layers, pass_bytes, reduction_bytes, tokens_within
 
 __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
 
@@ -225,7 +225,7 @@ def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, pl
     """Bytes of memory that gradients need on a GPU; on the fullest GPU if several GPUs share the model's layers."""
     settings = dict(sources.base.settings)
     return max(
-        held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
+        held + pass_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
         for held, layers in _held_on_gpus(sources, value_bytes, max_layers, place.num_gpus)
     )
 

@@ -24,7 +24,7 @@ from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
-from workers.training.memory import activation_bytes
+from workers.training.memory import pass_bytes
 
 __all__ = [
     "ENGINE_OVERHEAD_BYTES",
@@ -316,7 +316,7 @@ def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layer
 def gradient_activation_bytes(
     study: Study, sources: ResolvedFamily, place: GradientPlace, *, max_layers: int = 0
 ) -> int:
-    """Bytes of the activations of one pass of a study's gradients on the CPU, as `place` has planned its passes.
+    """Bytes of the activations and logits of one pass of gradients on the CPU, with the passes that `place` plans.
 
     `sources` are the study's models. `max_layers` is the number of layers of the longest merge if merges have any
     number of layers, else 0. A modality may limit the activations itself (`Modality.pass_bytes`).
@@ -326,7 +326,7 @@ def gradient_activation_bytes(
     settings = dict(sources.base.settings)
     layers = max(int(settings["num_hidden_layers"]), max_layers)
     size = gradient_value_bytes(study, "cpu")
-    return activation_bytes(settings, place.tokens, size, recomputes=place.recomputes, layers=layers)
+    return pass_bytes(settings, place.tokens, size, recomputes=place.recomputes, layers=layers)
 
 
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:

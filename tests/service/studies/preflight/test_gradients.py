@@ -25,7 +25,7 @@ from workers.engines.images.classifiers import new_encoder
 from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.models.family import open_sources
 from workers.models.modalities.text import TEXT
-from workers.training.memory import activation_bytes
+from workers.training.memory import activation_bytes, pass_bytes
 from workers.types import Family
 
 GB, TB = 10**9, 10**12
@@ -144,8 +144,7 @@ def test_memory_of_the_host_counts_activations(tied_family: Family) -> None:
 
     large, small = GradientPlace("cpu"), GradientPlace("cpu", recomputes=True, tokens=2048)
     sizes = [
-        activation_bytes(sources.base.settings, place.tokens, 4, recomputes=place.recomputes)
-        for place in (large, small)
+        pass_bytes(sources.base.settings, place.tokens, 4, recomputes=place.recomputes) for place in (large, small)
     ]
     assert planned(large) - planned(small) == sizes[0] - sizes[1] > 0
     assert planned(GradientPlace("cuda")) < planned(small) - sizes[1]
