@@ -79,6 +79,7 @@ class CoefficientGradients:
       default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
       answers (function `references.lack_of_entropy`)
+    - `methods`: the merge methods for whose derivatives memory is kept free
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -97,6 +98,7 @@ class CoefficientGradients:
         max_tokens: int = MAX_TOKENS,
         cache: str | Path | None = None,
         entropies: Collection[str] = (),
+        methods: Collection[str] = (),
     ) -> None:
         target = torch.device(device)
         if target.type == "cpu":
@@ -108,6 +110,7 @@ class CoefficientGradients:
             self.bank.keep_ranks()
         self.dtype = _dtype(options.dtype, target)
         self._recomputes = recomputes
+        self._methods = tuple(methods)
         self._more_devices = tuple(map(torch.device, more_devices))
         kind = self.bank.sources.modality.losses_class()
         self._task_losses: TaskLosses[Any, Any] = kind(self.bank, options, dtype=self.dtype)
@@ -340,7 +343,9 @@ class CoefficientGradients:
         memory is kept free for a gradient of the largest tensor and for this tensor's values in all sources.
         """
         found = []
-        config, operands = dict(self.bank.base.settings), reduction_bytes(self.bank.sources)
+        config = dict(self.bank.base.settings)
+        on_gpu = self.model.device.type == "cuda"
+        operands = reduction_bytes(self.bank.sources, self._methods, on_gpu=on_gpu)
         largest = max((memory.nbytes for memory in self.model.memory.values()), default=0)  # a gradient
         for device, layers in zip((self.model.device, *self._more_devices), self.model.num_layers_on, strict=True):
             left, size = free_bytes(device) - operands - largest, self.dtype.itemsize

@@ -24,7 +24,7 @@ from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
-from workers.training.memory import pass_bytes
+from workers.training.memory import pass_bytes, reduction_bytes
 
 __all__ = [
     "ENGINE_OVERHEAD_BYTES",
@@ -259,6 +259,7 @@ def _plan_on(
     if gradients is not None and gradients.device == "cpu":
         computed = gradient_model_bytes(sources, gradient_value_bytes(study, "cpu"), max_layers=max_layers)
         computed += gradient_activation_bytes(study, sources, gradients, max_layers=max_layers)
+        computed += reduction_bytes(sources, study.search_space.merge_methods, on_gpu=False)
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     processes = study.engine.tensor_parallel_size if machines.num_gpus else 1
     return MemoryPlan(

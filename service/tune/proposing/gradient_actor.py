@@ -158,6 +158,7 @@ class GradientActor:
                 recomputes=inputs.recomputes,
                 max_tokens=inputs.tokens or MAX_TOKENS,
                 entropies=inputs.entropies,
+                methods=(self._space.method,) if self._space is not None else (),
             )
         if self._completions is not None:
             self._opened.set_completions(self._completions)

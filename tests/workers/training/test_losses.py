@@ -76,7 +76,7 @@ def test_logits_take_what_is_planned(vocabulary: int) -> None:
     for parameter in model.module.parameters():
         parameter.register_post_accumulate_grad_hook(lambda leaf: setattr(leaf, "grad", None))
 
-    taken = peak_of(lambda: sample_losses(model, targets).sum().backward())  # type: ignore[no-untyped-call]
+    taken = peak_of(lambda: sample_losses(model, targets).sum().backward())
     gradient = vocabulary * int(config["hidden_size"]) * 4
     planned = pass_bytes(config, ROWS * COLUMNS, 4, recomputes=False) + gradient
     assert taken <= planned <= 2 * taken

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -24,6 +25,7 @@ from tests.workers.merging.test_devices import peak_of
 from workers.engines.images.classifiers import new_encoder
 from workers.engines.vllm.memory import usable_gpu_bytes
 from workers.models.family import open_sources
+from workers.models.headers import TensorInfo
 from workers.models.modalities.text import TEXT
 from workers.training.memory import activation_bytes, pass_bytes
 from workers.types import Family
@@ -36,19 +38,18 @@ LLAMA_3_8B = {
     "num_key_value_heads": 8,
     "num_hidden_layers": 32,
 }
-EMBEDDING = SimpleNamespace(shape=(128_256, 4_096), num_bytes=2 * 128_256 * 4_096)
-LAYER = SimpleNamespace(shape=(218_112_000,), num_bytes=2 * 218_112_000)
+EMBEDDING = TensorInfo("BF16", (128_256, 4_096), Path(), "")
+LAYER = TensorInfo("BF16", (218_112_000,), Path(), "")
 PLACES = {"embedding": None, "head": None} | {f"layers.{index}": index for index in range(32)}
+TENSORS = {name: EMBEDDING if layer is None else LAYER for name, layer in PLACES.items()}
 EIGHT_B: Any = SimpleNamespace(
-    base=SimpleNamespace(
-        settings=LLAMA_3_8B, tensors={name: EMBEDDING if layer is None else LAYER for name, layer in PLACES.items()}
-    ),
+    base=SimpleNamespace(settings=LLAMA_3_8B, tensors=TENSORS),
     num_parameters=8_030_000_000,
     modality=SimpleNamespace(runs_on_vllm=False, pass_bytes=0),  # engines that share no GPU
     layout=SimpleNamespace(
         num_layers=32, places={name: SimpleNamespace(layer=layer) for name, layer in PLACES.items()}
     ),
-    views={name: SimpleNamespace(base=None, own=[EMBEDDING]) for name in ("base", "math", "code")},
+    views={name: SimpleNamespace(base=None, tensors=TENSORS) for name in ("base", "math", "code")},
 )
 
 
@@ -87,7 +88,8 @@ def test_gradients_take_a_gpu_that_no_engine_uses() -> None:
 def test_the_sources_of_a_tensor_are_counted() -> None:
     """Converting a gradient copies the tensor of every model to the GPU; those of adapters are in float32."""
     assert reduction_bytes(EIGHT_B) == 3 * EMBEDDING.num_bytes + 24 * 2**22
-    adapted = SimpleNamespace(base=EIGHT_B.base, own=[])
+    changed = TENSORS | {"embedding": SimpleNamespace(shape=EMBEDDING.shape)}
+    adapted = SimpleNamespace(base=EIGHT_B.base, tensors=changed)
     sources: Any = SimpleNamespace(base=EIGHT_B.base, views={**EIGHT_B.views, "code": adapted})
     assert reduction_bytes(sources) == (2 + 4) * EMBEDDING.num_bytes + 24 * 2**22
 
