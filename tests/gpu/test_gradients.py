@@ -19,7 +19,7 @@ from service.studies.preflight.resources import gradient_model_bytes
 from tests.gpu.conftest import Figure
 from tests.workers.recipes import arithmetic
 from workers.training.gradients import CoefficientGradients
-from workers.training.memory import activation_bytes
+from workers.training.memory import pass_bytes
 from workers.types import Family, GradientResult, TaskSpec
 
 pytestmark = [pytest.mark.gpu, pytest.mark.bare]
@@ -126,7 +126,7 @@ def test_memory_by_tokens_is_within_the_plan(
         used = torch.cuda.max_memory_allocated() - held
         sources = trained.bank.sources
         model = gradient_model_bytes(sources, 2) - 2 * sources.num_parameters  # the model itself is held before
-        planned = activation_bytes(settings, tokens, 2, recomputes=recomputes) + model + reduction_bytes(sources)
+        planned = pass_bytes(settings, tokens, 2, recomputes=recomputes) + model + reduction_bytes(sources)
         lines.append(f"{tokens} tokens {used / 2**20:.0f} of {planned / 2**20:.0f} MiB in {seconds:.2f} s")
         if used > planned:
             over.append(tokens)

@@ -25,6 +25,7 @@ import torch
 from search_spaces.methods.base import Coefficient
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
+from workers.engines.host_memory import free_host_bytes
 from workers.errors import InvalidModel, TrialFailed
 from workers.merging.bank import Bank
 from workers.merging.materialize import merge_into
@@ -43,6 +44,8 @@ __all__ = ["CoefficientGradients"]
 # the least number.
 MAX_TOKENS = 16_384
 LEAST_TOKENS = 512
+# Share of the host's free memory that passes on the CPU may take.
+FREE_HOST_SHARE = 0.8
 
 Batch = Mapping[str, Sequence[int]]
 T = TypeVar("T")
@@ -56,10 +59,10 @@ class CoefficientGradients:
     A family is a base model and its experts. Methods compute losses and derivatives for a given merge. Merges are
     written, one at a time, into a transformers model, which is replaced if a merge has other layers. The loss of a
     sample is the loss on its right answer, such as the cross-entropy of an image's class. Sums over tensors are in
-    float32 or finer. At first, the free memory of a GPU limits the tokens of a forward pass. If the GPU is full
+    float32 or finer. At first, the free memory of the device limits the tokens of a forward pass. If a GPU is full
     nevertheless, forward passes have fewer tokens from then on; if this is not enough, activations are recomputed. Both
     measures change only the rounding of sums. Equal calls give equal bits on the same device with the same number of
-    threads, independent of earlier calls, as long as no GPU is full.
+    threads, independent of earlier calls, as long as the memory has room for passes of `max_tokens` tokens.
 
     - `tasks`: the task of each objective; all tasks, except the tasks of `entropies`, must have right answers (function
       `references.lack_of_references`)
@@ -76,6 +79,7 @@ class CoefficientGradients:
       default directory
     - `entropies`: the objectives whose loss is the entropy of the model's predictions, for which tasks need no right
       answers (function `references.lack_of_entropy`)
+    - `methods`: the merge methods for whose derivatives memory is kept free
 
     All arguments are picklable. Raises InvalidModel and InvalidTask if the models or the tasks cannot be used.
     """
@@ -94,6 +98,7 @@ class CoefficientGradients:
         max_tokens: int = MAX_TOKENS,
         cache: str | Path | None = None,
         entropies: Collection[str] = (),
+        methods: Collection[str] = (),
     ) -> None:
         target = torch.device(device)
         if target.type == "cpu":
@@ -105,6 +110,7 @@ class CoefficientGradients:
             self.bank.keep_ranks()
         self.dtype = _dtype(options.dtype, target)
         self._recomputes = recomputes
+        self._methods = tuple(methods)
         self._more_devices = tuple(map(torch.device, more_devices))
         kind = self.bank.sources.modality.losses_class()
         self._task_losses: TaskLosses[Any, Any] = kind(self.bank, options, dtype=self.dtype)
@@ -312,41 +318,39 @@ class CoefficientGradients:
         return model
 
     def _limit_tokens(self) -> None:
-        """Limit the tokens of a pass so that its activations fit into the free memory of every GPU of the model.
+        """Limit the tokens of a pass so that its activations fit into the free memory of every device of the model.
 
         If the activations of LEAST_TOKENS tokens (a constant) do not fit, activations are recomputed. The limit is
         never raised.
         """
         for recomputes in dict.fromkeys((self._recomputes, True)):
             fitting = self._fitting_tokens(recomputes=recomputes)
-            if fitting is None or fitting >= LEAST_TOKENS or recomputes:
+            if fitting >= LEAST_TOKENS or recomputes:
                 break
-        if fitting is None:
-            return
         if recomputes and not self._recomputes:
             self._recomputes = True
             self.model.recompute()
         limit = min(self._max_tokens, max(LEAST_TOKENS, fitting))
         if limit < self._max_tokens:
-            log.info("passes have %d tokens at most, as the GPU's memory has room for no more", limit)
+            twice = " with recomputed activations" if recomputes else ""
+            log.info("passes have %d tokens at most%s, as the memory has room for no more", limit, twice)
         self._max_tokens = limit
 
-    def _fitting_tokens(self, *, recomputes: bool) -> int | None:
-        """Largest number of tokens of a pass whose activations fit into every GPU of the model; None without GPUs.
+    def _fitting_tokens(self, *, recomputes: bool) -> int:
+        """Largest number of tokens of a pass whose activations fit into the free memory of every device of the model.
 
         With `recomputes`, activations within layers are recomputed in the backward pass, and need less memory. Some
         memory is kept free for a gradient of the largest tensor and for this tensor's values in all sources.
         """
         found = []
-        config, operands = self.model.module.config.to_dict(), reduction_bytes(self.bank.sources)
+        config = dict(self.bank.base.settings)
+        on_gpu = self.model.device.type == "cuda"
+        operands = reduction_bytes(self.bank.sources, self._methods, on_gpu=on_gpu)
+        largest = max((memory.nbytes for memory in self.model.memory.values()), default=0)  # a gradient
         for device, layers in zip((self.model.device, *self._more_devices), self.model.num_layers_on, strict=True):
-            room = free_bytes(device)
-            if room is not None:
-                size = self.dtype.itemsize
-                largest = max((memory.nbytes for memory in self.model.memory.values()), default=0)  # a gradient
-                left = room - operands - largest
-                found.append(tokens_within(left, config, size, recomputes=recomputes, layers=max(1, layers)))
-        return min(found) if found else None
+            left, size = free_bytes(device) - operands - largest, self.dtype.itemsize
+            found.append(tokens_within(left, config, size, recomputes=recomputes, layers=max(1, layers)))
+        return min(found)
 
     def _hold(self, recipe: Recipe) -> None:
         """Write the merge of `recipe` into the model.
@@ -406,13 +410,14 @@ class CoefficientGradients:
                 leaf.grad = None
 
 
-def free_bytes(device: torch.device) -> int | None:
-    """Bytes of a GPU's memory that this process can allocate now; None for other devices, whose limit is not known.
+def free_bytes(device: torch.device) -> int:
+    """Bytes of a device's memory that this process may allocate now.
 
-    The result is the sum of the GPU's free memory and the memory that torch has reserved but does not use.
+    For a GPU, the result is the sum of its free memory and the memory that torch has reserved but does not use. For the
+    CPU, it is a share of the free memory of the machine or container, because other processes allocate too.
     """
     if device.type != "cuda":
-        return None
+        return int(FREE_HOST_SHARE * free_host_bytes())
     free, _ = torch.cuda.mem_get_info(device)
     return int(free) + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
 

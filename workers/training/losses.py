@@ -1,17 +1,24 @@
-"""Losses of target texts by teacher forcing, with one forward pass for each minibatch of targets of similar length."""
+"""Losses of target texts by teacher forcing, with one forward pass for each minibatch of targets of similar length.
+
+The logits of a minibatch can take more memory than everything else: each of its tokens has one for each token of the
+vocabulary. If there are many, they are computed for scored tokens only, and in chunks. The backward pass computes the
+logits of a chunk again, as in activation checkpointing.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
+from torch.utils.checkpoint import checkpoint
 
 from workers.evaluation.references import Reading, Target
+from workers.training.memory import LOGITS
 
-__all__ = ["ModelOfLogits", "minibatches", "sample_losses"]
+__all__ = ["ModelInParts", "ModelOfLogits", "minibatches", "sample_losses"]
 
 IMPOSSIBLE = float("-inf")
 
@@ -24,6 +31,24 @@ class ModelOfLogits(Protocol):
 
     def logits(self, tokens: torch.Tensor, last: int) -> torch.Tensor:
         """Compute the logits [rows, last, vocabulary] at the last `last` positions of `tokens` [rows, columns]."""
+        ...
+
+
+@runtime_checkable
+class ModelInParts(ModelOfLogits, Protocol):
+    """Interface of a model that also computes its hidden states, and logits from them, such as `TrainableModel`."""
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of a token; 0 if the logits cannot be computed from hidden states."""
+        ...
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the hidden states [rows, columns, hidden size] of `tokens` [rows, columns] after the final norm."""
+        ...
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits [positions, vocabulary] of hidden states [positions, hidden size]."""
         ...
 
 
@@ -51,12 +76,18 @@ def sample_losses(model: ModelOfLogits, targets: Sequence[Target]) -> torch.Tens
     """Compute the loss of `model` on each target by one forward pass, in float32: [len(targets)].
 
     A target has the texts from which the loss of one sample is computed. The losses have gradients if gradients are
-    enabled in torch.
+    enabled in torch. If the texts have more than LOGITS logits, counted from the end of the shortest context to the end
+    of the longest text, a `ModelInParts` computes those of scored tokens in chunks of at most LOGITS; the result then
+    differs only by rounding.
     """
     rows = [reading for target in targets for reading in target.readings]
     positions = _ScoredPositions.of(rows)
     tokens, _ = _padded([reading.tokens for reading in rows])
-    logits = model.logits(tokens.to(model.device), positions.num_columns).flatten(0, 1)
+    tokens = tokens.to(model.device)
+    if isinstance(model, ModelInParts) and len(rows) * positions.num_columns * model.vocabulary > LOGITS:
+        hidden = model.hidden(tokens)[:, -positions.num_columns :].flatten(0, 1)
+        return _of_targets(targets, positions.in_chunks(model, hidden, len(rows)))
+    logits = model.logits(tokens, positions.num_columns).flatten(0, 1)
     return _of_targets(targets, positions.log_likelihoods(logits, len(rows)))
 
 
@@ -95,11 +126,48 @@ class _ScoredPositions:
         A row's log-likelihood is a sum over its scored positions. Each term is the log-probability that one of the
         accepted tokens comes next.
         """
-        device = logits.device
-        scores = logits.index_select(0, torch.tensor(self.index, device=device)).float().log_softmax(-1)
-        choices, is_given = _padded(self.accepted)
-        chosen = scores.gather(-1, choices.to(device)).masked_fill(~is_given.to(device), IMPOSSIBLE).logsumexp(-1)
-        return chosen.new_zeros(num_rows).index_add(0, torch.tensor(self.row, device=device), chosen)
+        scored = logits.index_select(0, torch.tensor(self.index, device=logits.device))
+        return self._of_rows(_log_probabilities(scored, self.accepted), num_rows)
+
+    def in_chunks(self, model: ModelInParts, hidden: torch.Tensor, num_rows: int) -> torch.Tensor:
+        """Compute the log-likelihood of each row [num_rows] with at most LOGITS logits in memory at once.
+
+        `hidden` [rows x columns, hidden size] are the hidden states of `model`. If gradients are enabled and the scored
+        positions have several chunks, the backward pass computes each chunk's logits again.
+        """
+        scored = hidden.index_select(0, torch.tensor(self.index, device=hidden.device))
+        size = max(1, LOGITS // model.vocabulary)
+
+        def of_chunk(states: torch.Tensor, accepted: Sequence[tuple[int, ...]]) -> torch.Tensor:
+            return _log_probabilities(model.logits_of(states), accepted)
+
+        if len(self.index) <= size:
+            return self._of_rows(of_chunk(scored, self.accepted), num_rows)
+        chunks = [
+            checkpoint(
+                of_chunk,
+                scored[start : start + size],
+                self.accepted[start : start + size],
+                use_reentrant=False,
+                preserve_rng_state=False,
+            )
+            for start in range(0, len(self.index), size)
+        ]
+        return self._of_rows(torch.cat(chunks), num_rows)
+
+    def _of_rows(self, chosen: torch.Tensor, num_rows: int) -> torch.Tensor:
+        return chosen.new_zeros(num_rows).index_add(0, torch.tensor(self.row, device=chosen.device), chosen)
+
+
+def _log_probabilities(logits: torch.Tensor, accepted: Sequence[tuple[int, ...]]) -> torch.Tensor:
+    """Log-probability [positions] that one of the `accepted` tokens of a position comes next.
+
+    `logits` is [positions, vocabulary].
+    """
+    device = logits.device
+    scores = logits.float().log_softmax(-1)
+    choices, is_given = _padded(accepted)
+    return scores.gather(-1, choices.to(device)).masked_fill(~is_given.to(device), IMPOSSIBLE).logsumexp(-1)
 
 
 def _of_targets(targets: Sequence[Target], of_rows: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -21,7 +22,7 @@ from workers.models.config import settled
 from workers.models.merged_files import merged_config
 from workers.training.memory import divided_layers
 
-__all__ = ["Leaves", "ParameterPart", "TrainableModel", "place"]
+__all__ = ["Leaves", "ParameterPart", "TrainableModel", "place", "returning"]
 
 # Fields of a configuration that do not depend on a merge's layers.
 OF_DTYPE = ("dtype", "torch_dtype")
@@ -114,6 +115,50 @@ class TrainableModel:
         output = self.module(input_ids=tokens, use_cache=False, logits_to_keep=last)
         logits: torch.Tensor = output.logits[:, -last:]  # some models do not know `logits_to_keep`
         return logits
+
+    @property
+    def vocabulary(self) -> int:
+        """Number of logits of a token; 0 if the model has no decoder that computes hidden states."""
+        is_whole = self._decoder is self.module
+        return 0 if is_whole else int(self.module.config.get_text_config().vocab_size)
+
+    def hidden(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Compute the hidden states [rows, columns, hidden size] of `tokens` [rows, columns] after the final norm."""
+        outputs = self._decoder(input_ids=tokens, use_cache=False)
+        self._output_type = type(outputs)
+        states: torch.Tensor = outputs.last_hidden_state
+        return states
+
+    def logits_of(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Compute the logits [positions, vocabulary] of hidden states [positions, hidden size].
+
+        The hidden states are those of the method `hidden`. The model's own code computes the logits, because models
+        scale or cap them.
+        """
+        with returning(self._decoder, self._output_type(last_hidden_state=hidden[None])):
+            tokens = torch.zeros(1, len(hidden), dtype=torch.long, device=hidden.device)
+            logits: torch.Tensor = self.module(input_ids=tokens, use_cache=False).logits[0]
+        return logits
+
+    @property
+    def _decoder(self) -> Any:
+        return getattr(self.module, "base_model", self.module)
+
+
+@contextmanager
+def returning(module: torch.nn.Module, outputs: Any) -> Iterator[None]:
+    """Context manager in which each call of `module` computes nothing and returns `outputs`.
+
+    It lets a model compute logits from given hidden states without computing the decoder.
+    """
+    own = module.__dict__.get("forward")
+    module.forward = lambda *_, **__: outputs
+    try:
+        yield
+    finally:
+        del module.forward
+        if own is not None:
+            module.forward = own
 
 
 def _of_layers(recipe: Recipe, bank: Bank) -> dict[str, Any]:

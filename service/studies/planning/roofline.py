@@ -232,19 +232,23 @@ class Speeds:
         passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
         return own.start_s + loading + moving + passes + self.swap_s
 
-    def step_s(self, work: Work, *, recomputes: bool) -> float:
+    def step_s(self, work: Work, *, recomputes: bool, num_passes: int = 1) -> float:
         """Seconds of a gradient step: merging, a forward and a backward pass, and the derivatives of the coefficients.
 
         `work` has the samples. A backward pass takes twice as long as a forward pass. If `recomputes` is True,
         activations are recomputed, which takes another forward pass. For the derivatives with respect to the
-        coefficients, the sources are read once more.
+        coefficients, each of the step's `num_passes` passes reads the sources once more.
         """
         own, facts = self.device.calibration, self.facts
         tokens = work.samples * (work.tokens.read + work.tokens.answered)
         operations = tokens * (2 * facts.multiplied + facts.attention * (work.tokens.read + work.tokens.answered) / 2)
         operations += 2 * work.samples * work.tokens.answered * facts.head
         passes = 4 if recomputes else 3
-        return own.step_s + passes * operations / (self.device.products * own.step_products) + 2 * self.merge_s
+        return (
+            own.step_s
+            + passes * operations / (self.device.products * own.step_products)
+            + (1 + num_passes) * self.merge_s
+        )
 
     def verification_s(self, work: Work, *, on: Speeds | None = None) -> float:
         """Estimate the seconds of a verification: a merge is exported, loaded with transformers in float32, and scored.

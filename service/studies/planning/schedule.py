@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
 from service.studies.planning.roofline import SampleTokens, Speeds, Work
+from service.studies.preflight.resources import GradientPlace
 from workers.errors import InvalidTask
 from workers.evaluation.lengths import Lengths, lengths_of
 from workers.evaluation.prompts import Prompts
@@ -136,8 +137,11 @@ def phases_of(
         total = sum(rungs[-1].values()) or 1
         share = {name: batch * count / total for name, count in rungs[-1].items()}
         least, _ = _work(share, lengths.objectives)
-        recomputes = preflight.gradients is not None and preflight.gradients.recomputes
-        step_s = gradient_speeds.step_s(least, recomputes=recomputes)
+        place = preflight.gradients or GradientPlace("cpu")
+        tokens = least.samples * (least.tokens.read + least.tokens.answered)
+        step_s = gradient_speeds.step_s(
+            least, recomputes=place.recomputes, num_passes=max(1, math.ceil(tokens / place.tokens))
+        )
         phases.append(Phase("gradient step", num_steps, Bounds(step_s, step_s), 1))
     holdout = {name: float(info.num_samples) for name, info in preflight.tasks.holdout_infos.items()}
     if holdout:

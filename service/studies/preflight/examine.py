@@ -174,7 +174,7 @@ def _examine(
                 study,
                 sources,
                 for_engines,
-                plan=lambda place: plan(max_layers=max_layers, gradients_on=place.device if place else None),
+                plan=lambda place: plan(max_layers=max_layers, gradients=place),
                 max_layers=max_layers,
                 aligns=aligns,
             )
@@ -199,7 +199,7 @@ def _examine(
             max_layers=max_layers,
             aligns=aligns,
         )
-        plan = partial(plan, gradients_on=gradients.device if gradients else None)
+        plan = partial(plan, gradients=gradients)
         memory = plan(max_layers=max_layers)
         by_section = {"objectives": tasks, "holdout": holdout_tasks, "benchmarks": benchmark_tasks}
         check_modality(study, by_section, sources, problems)

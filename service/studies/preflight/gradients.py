@@ -2,45 +2,34 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 from search_spaces.study.file import Study
 from service.disk import gib
 from service.engine_machines import EngineMachines
-from service.studies.preflight.resources import MemoryPlan, gradient_model_bytes, gradient_value_bytes
+from service.studies.preflight.resources import (
+    PASS_TOKENS,
+    GradientPlace,
+    MemoryPlan,
+    gradient_activation_bytes,
+    gradient_model_bytes,
+    gradient_value_bytes,
+)
 from service.studies.preflight.shared_gpus import SharedGpu
 from workers.engines.vllm.memory import FEW_TEXTS, MANY_TEXTS, usable_gpu_bytes
 from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
 from workers.models.family import ResolvedFamily
-from workers.training.memory import activation_bytes, divided_layers, reduction_bytes, tokens_within
+from workers.training.memory import divided_layers, pass_bytes, reduction_bytes, tokens_within
 
 __all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
 
-# Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
-PASS_TOKENS = 16_384
 # The smallest passes that are planned; smaller ones are computed only if a GPU turns out to be full.
 LEAST_PLANNED_TOKENS = 2_048
-
-
-@dataclass(frozen=True)
-class GradientPlace:
-    """The device on which a study computes gradients, and whether activations are recomputed there.
-
-    `recomputes` says whether activations are computed twice to save memory. `reason` says in words why this device was
-    chosen; it is "" if no machine has a GPU. `num_gpus` is the number of GPUs of one machine over which the layers of
-    the model are divided; it is not used for the CPU. `tokens` is the number of tokens of a pass for which memory is
-    planned. `gpu_share` is the share of the GPU's memory that gradients take if an engine uses the same GPU; it is 0
-    if no engine does.
-    """
-
-    device: Literal["cuda", "cpu"]
-    recomputes: bool = False
-    reason: str = ""
-    num_gpus: int = 1
-    tokens: int = PASS_TOKENS
-    gpu_share: float = 0.0
+# The smallest passes that are planned on the CPU (`workers.training.gradients.LEAST_TOKENS`).
+LEAST_CPU_TOKENS = 512
+# Bytes of the activations of a pass on a CPU whose memory is not known.
+UNKNOWN_ROOM_BYTES = 8 << 30
 
 
 def gradient_place(
@@ -56,8 +45,9 @@ def gradient_place(
 
     A GPU is chosen if model, gradients and activations fit into its memory, and the memory of an engine too if the
     GPU has one. If they fit only with recomputed activations, activations are recomputed. Otherwise the CPU is chosen,
-    if the host's memory has room for engines and gradients. If the study does not even fit into the host's memory
-    without gradients, the CPU is chosen too, and `check_memory` reports the lack of memory.
+    if the host's memory has room for engines and gradients. If the memory limits passes, they have fewer tokens, and
+    then activations are recomputed. If the study does not even fit into the host's memory without gradients, the CPU is
+    chosen too, and `check_memory` reports the lack of memory.
 
     `sources` are the study's models, and `machines` are the groups of machines that can run engines. `plan` computes
     the memory of the study with gradients on a given device; the device None means without gradients. `max_layers` is
@@ -70,7 +60,7 @@ def gradient_place(
         of_engines = study.engine.num_gpus
         free = sum(group.num_gpus * group.most for group in machines) - of_engines
         if free > 0:
-            place, why = _on_gpu(study, sources, machines, gradient_value_bytes(study, "cuda"), max_layers)
+            place, why = _on_gpu(study, sources, machines, max_layers)
             if place is not None and plan(place).fits:
                 return place, ""
             reasons.append(why)
@@ -81,10 +71,15 @@ def gradient_place(
             return beside, ""
         reasons.append(why)
     why = ", and ".join(filter(None, reasons))
-    on_cpu = GradientPlace("cpu", reason=f"the CPU computes them, as {why}" if why else "")
-    with_gradients = plan(on_cpu)
+    place = GradientPlace("cpu")
+    for place in _on_cpu(study, sources, why, max_layers):
+        with_gradients = plan(place)
+        is_known = with_gradients.available_bytes is not None
+        activations = 0 if is_known else gradient_activation_bytes(study, sources, place, max_layers=max_layers)
+        if with_gradients.fits and activations <= UNKNOWN_ROOM_BYTES:
+            return place, ""
     if with_gradients.fits or not plan(None).fits:
-        return on_cpu, ""
+        return place, ""
     lack = (
         f"they need {gib(with_gradients.gradient_bytes)} of memory beside the engines, "
         f"{gib(with_gradients.needed_bytes)} in all, and {gib(with_gradients.available_bytes or 0)} are available"
@@ -92,11 +87,37 @@ def gradient_place(
     return None, lack + (f"; {why}" if why else "")
 
 
+def _on_cpu(study: Study, sources: ResolvedFamily, why: str, max_layers: int) -> Iterator[GradientPlace]:
+    """Yield the ways to compute gradients on the CPU, in the order of preference.
+
+    Passes of PASS_TOKENS tokens come first. Smaller passes, down to LEAST_PLANNED_TOKENS, are preferred to activations
+    that are computed twice, because a pass that is twice as small costs only one more reading of the sources. `why` has
+    the reasons against GPUs; it is "" if no machine has a GPU. A modality that limits activations itself
+    (`Modality.pass_bytes`) has one way. `sources` and `max_layers` are as in the function `gradient_place`.
+    """
+    as_why = f", as {why}" if why else ""
+    whole = GradientPlace("cpu", reason=f"the CPU computes them{as_why}" if why else "")
+    if room := sources.modality.pass_bytes:
+        settings, size = dict(sources.base.settings), gradient_value_bytes(study, "cpu")
+        layers = max(int(settings["num_hidden_layers"]), max_layers)
+        tokens = tokens_within(room, settings, size, recomputes=False, layers=layers)
+        yield replace(whole, tokens=max(1, min(PASS_TOKENS, tokens)))
+        return
+    yield whole
+    for recomputes, least in ((False, LEAST_PLANNED_TOKENS), (True, LEAST_CPU_TOKENS)):
+        tokens = PASS_TOKENS if recomputes else PASS_TOKENS // 2
+        while tokens >= least:
+            twice = " with activations computed twice" if recomputes else ""
+            smaller = "" if tokens == PASS_TOKENS else f" in passes of {tokens:,} tokens"
+            reason = f"the CPU computes them{twice}{smaller}, for lack of memory{as_why}"
+            yield replace(whole, recomputes=recomputes, tokens=tokens, reason=reason)
+            tokens //= 2
+
+
 def _on_gpu(
     study: Study,
     sources: ResolvedFamily,
     machines: Sequence[EngineMachines],
-    value_bytes: int,
     max_layers: int,
 ) -> tuple[GradientPlace | None, str]:
     """Plan gradients on GPUs of one machine that have no engine; return (place, ""), or (None, reason) if no plan fits.
@@ -106,7 +127,7 @@ def _on_gpu(
     also with activations computed twice.
 
     `sources` are the study's models. The plan must fit on the smallest GPU of `machines`, the groups of machines.
-    `value_bytes` is the size of a number in the gradients' dtype. `max_layers` is the number of layers of the longest
+    `max_layers` is the number of layers of the longest
     merge if merges have any number of layers, else 0.
     """
     known = [group.gpu_bytes for group in machines if group.num_gpus and group.gpu_bytes is not None]
@@ -119,10 +140,10 @@ def _on_gpu(
     for num_gpus in range(1, _free_on_one_machine(study, machines) + 1):
         for recomputes, least in ((False, PASS_TOKENS), (True, PASS_TOKENS), (True, LEAST_PLANNED_TOKENS)):
             place = GradientPlace("cuda", recomputes=recomputes, num_gpus=num_gpus)
-            tokens = _most_tokens(sources, value_bytes, max_layers, place, room)
+            tokens = _most_tokens(study, sources, max_layers, place, room)
             if tokens >= least:
                 place = replace(place, tokens=min(PASS_TOKENS, tokens))
-                needed = _bytes_on_gpu(sources, value_bytes, max_layers, place)
+                needed = _bytes_on_gpu(study, sources, max_layers, place)
                 twice = ", with activations computed twice" if recomputes else ""
                 smaller = "" if tokens >= PASS_TOKENS else f" in passes of {place.tokens:,} tokens"
                 gpus = (
@@ -134,7 +155,7 @@ def _on_gpu(
                 return replace(place, reason=f"{gpus} them in {of}{twice}{smaller}"), ""
         if num_gpus == 1:
             least_place = GradientPlace("cuda", recomputes=True, tokens=LEAST_PLANNED_TOKENS)
-            needed = _bytes_on_gpu(sources, value_bytes, max_layers, least_place)
+            needed = _bytes_on_gpu(study, sources, max_layers, least_place)
     return None, f"they need {gib(needed)} of a GPU, which has {gib(total)}"
 
 
@@ -153,7 +174,7 @@ def _beside_engine(
     """
     if not SharedGpu.may_share(study, sources):
         return None, ""
-    total, value_bytes = SharedGpu.smallest(machines), gradient_value_bytes(study, "cuda")
+    total = SharedGpu.smallest(machines)
     if total is None:
         return None, "the memory of GPUs is not known"
     gpu = SharedGpu(study, sources, total, max_layers=max_layers, aligns=aligns)
@@ -164,7 +185,7 @@ def _beside_engine(
     # One of several engines can be left out to free its GPU, so several engines are not made slow.
     for texts in (MANY_TEXTS, FEW_TEXTS) if study.engine.replicas == 1 else (MANY_TEXTS,):
         for place in places:
-            needed = _bytes_on_gpu(sources, value_bytes, max_layers, place)
+            needed = _bytes_on_gpu(study, sources, max_layers, place)
             share = gpu.share_of(needed)
             if gpu.can_leave(share, texts):
                 twice = ", with activations computed twice" if place.recomputes else ""
@@ -200,38 +221,41 @@ def gradient_gpu_bytes(study: Study, sources: ResolvedFamily, place: GradientPla
     """
     if place.device == "cpu":
         return 0
-    return _bytes_on_gpu(sources, gradient_value_bytes(study, "cuda"), max_layers, place)
+    return _bytes_on_gpu(study, sources, max_layers, place)
 
 
-def _bytes_on_gpu(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace) -> int:
+def _bytes_on_gpu(study: Study, sources: ResolvedFamily, max_layers: int, place: GradientPlace) -> int:
     """Bytes of memory that gradients need on a GPU; on the fullest GPU if several GPUs share the model's layers."""
-    settings = dict(sources.base.settings)
+    settings, value_bytes = dict(sources.base.settings), gradient_value_bytes(study, "cuda")
     return max(
-        held + activation_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
-        for held, layers in _held_on_gpus(sources, value_bytes, max_layers, place.num_gpus)
+        held + pass_bytes(settings, place.tokens, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
+        for held, layers in _held_on_gpus(study, sources, max_layers, place.num_gpus)
     )
 
 
-def _most_tokens(sources: ResolvedFamily, value_bytes: int, max_layers: int, place: GradientPlace, room: int) -> int:
+def _most_tokens(study: Study, sources: ResolvedFamily, max_layers: int, place: GradientPlace, room: int) -> int:
     """The largest number of tokens of one pass that fits into the memory of each GPU of `place`; 0 if no pass fits.
 
     `room` is the number of usable bytes of each GPU.
     """
-    settings = dict(sources.base.settings)
+    settings, value_bytes = dict(sources.base.settings), gradient_value_bytes(study, "cuda")
     return min(
         tokens_within(room - held, settings, value_bytes, recomputes=place.recomputes, layers=max(1, layers))
-        for held, layers in _held_on_gpus(sources, value_bytes, max_layers, place.num_gpus)
+        for held, layers in _held_on_gpus(study, sources, max_layers, place.num_gpus)
     )
 
 
-def _held_on_gpus(sources: ResolvedFamily, value_bytes: int, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
+def _held_on_gpus(study: Study, sources: ResolvedFamily, max_layers: int, num_gpus: int) -> list[tuple[int, int]]:
     """For each GPU with a part of the model: the bytes of this part without activations, and its number of layers.
 
     The bytes are those of the weights, of one gradient, and of the sources, which are read to compute the derivatives
     with respect to coefficients from the gradient.
     """
     number = max(int(sources.base.settings["num_hidden_layers"]), max_layers)
-    passing = reduction_bytes(sources)
+    passing, value_bytes = (
+        reduction_bytes(sources, study.search_space.merge_methods),
+        gradient_value_bytes(study, "cuda"),
+    )
     whole = gradient_model_bytes(sources, value_bytes, max_layers=max_layers)
     if num_gpus == 1:
         return [(whole + passing, number)]

@@ -24,15 +24,19 @@ from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 from workers.merging.recent import recent_bytes
 from workers.models.checkpoints import stored_bytes
 from workers.models.family import ResolvedFamily
+from workers.training.memory import pass_bytes, reduction_bytes
 
 __all__ = [
     "ENGINE_OVERHEAD_BYTES",
     "GRADIENT_OVERHEAD_BYTES",
     "OF_SEVERAL",
+    "PASS_TOKENS",
     "RANK_BYTES",
+    "GradientPlace",
     "MemoryPlan",
     "check_devices",
     "check_memory",
+    "gradient_activation_bytes",
     "gradient_model_bytes",
     "gradient_value_bytes",
     "machines_for",
@@ -44,14 +48,36 @@ __all__ = [
 # Bytes of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
 
-# Bytes of the gradient actor's process besides its model: interpreter, torch, transformers and activations.
+# Bytes of the gradient actor's process besides its model and its activations: interpreter, torch, transformers.
 GRADIENT_OVERHEAD_BYTES = 2**30
+
+# Tokens of one forward pass (`workers.training.gradients.MAX_TOKENS`); a longer text is read alone.
+PASS_TOKENS = 16_384
 
 # Statistics of several sources; a bank caches them in a share of its memory (`workers.merging.recent`).
 OF_SEVERAL = frozenset({"importance", "variances"})
 
 # Bytes of the rank of each element of an expert, with `engine.rank_cache`.
 RANK_BYTES = 2
+
+
+@dataclass(frozen=True)
+class GradientPlace:
+    """The device on which a study computes gradients, and whether activations are recomputed there.
+
+    `recomputes` says whether activations are computed twice to save memory. `reason` says in words why this device, and
+    these passes, were chosen; it is "" if no machine has a GPU and the CPU's memory limits nothing. `num_gpus` is the
+    number of GPUs of one machine over which the layers of the model are divided; it is not used for the CPU. `tokens`
+    is the number of tokens of a pass for which memory is planned. `gpu_share` is the share of the GPU's memory that
+    gradients take if an engine uses the same GPU; it is 0 if no engine does.
+    """
+
+    device: Literal["cuda", "cpu"]
+    recomputes: bool = False
+    reason: str = ""
+    num_gpus: int = 1
+    tokens: int = PASS_TOKENS
+    gpu_share: float = 0.0
 
 
 @dataclass(frozen=True)
@@ -171,7 +197,7 @@ def plan_memory(
     sources: ResolvedFamily,
     machines: Sequence[EngineMachines],
     *,
-    gradients_on: Literal["cuda", "cpu"] | None = None,
+    gradients: GradientPlace | None = None,
     max_layers: int = 0,
     aligns: bool = False,
 ) -> MemoryPlan:
@@ -183,7 +209,7 @@ def plan_memory(
 
     - `sources`: the study's models
     - `machines`: the kinds of machines that can run engines, each with the number of machines
-    - `gradients_on`: the device of the gradient actor; None if the study computes no gradients
+    - `gradients`: the device of the gradient actor and its passes; None if the study computes no gradients
     - `max_layers`: the largest number of layers of a merge if merges may have any number of layers, else 0
     - `aligns`: whether merges may have alignments (matrices that map the output of one model's layer to the input of
       another model's layer), which take memory of their own
@@ -195,7 +221,7 @@ def plan_memory(
             study,
             sources,
             replicas=replicas,
-            gradients_on=gradients_on,
+            gradients=gradients,
             max_layers=max_layers,
             aligns=aligns,
         )
@@ -211,7 +237,7 @@ def _plan_on(
     sources: ResolvedFamily,
     *,
     replicas: int,
-    gradients_on: Literal["cuda", "cpu"] | None,
+    gradients: GradientPlace | None,
     max_layers: int,
     aligns: bool,
 ) -> MemoryPlan:
@@ -229,9 +255,11 @@ def _plan_on(
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = held * copies * element_bytes + sources.num_parameters * ranks
     statistics = recent_bytes(sources) if uses_statistics(study.search_space.merge_methods, OF_SEVERAL) else 0
-    value_bytes = gradient_value_bytes(study, "cpu")
-    model = gradient_model_bytes(sources, value_bytes, max_layers=max_layers) if gradients_on == "cpu" else 0
-    held_by_modality = modality.cache_bytes + (modality.pass_bytes if gradients_on == "cpu" else 0)
+    computed = 0
+    if gradients is not None and gradients.device == "cpu":
+        computed = gradient_model_bytes(sources, gradient_value_bytes(study, "cpu"), max_layers=max_layers)
+        computed += gradient_activation_bytes(study, sources, gradients, max_layers=max_layers)
+        computed += reduction_bytes(sources, study.search_space.merge_methods, on_gpu=False)
     on_gpu = sources.num_parameters * element_bytes // study.engine.tensor_parallel_size
     processes = study.engine.tensor_parallel_size if machines.num_gpus else 1
     return MemoryPlan(
@@ -239,7 +267,7 @@ def _plan_on(
         engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES) + modality.cache_bytes,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
-        gradient_bytes=model + GRADIENT_OVERHEAD_BYTES + held_by_modality if gradients_on else 0,
+        gradient_bytes=computed + GRADIENT_OVERHEAD_BYTES + modality.cache_bytes if gradients is not None else 0,
         statistics_bytes=processes * statistics,
         gpu_weight_bytes=on_gpu if machines.num_gpus and not max_layers else 0,
         gpu_bytes=machines.gpu_bytes,
@@ -284,6 +312,22 @@ def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layer
     if max_layers:
         held = max(held, outside_bytes(sources, 1) + widest_layer_bytes(sources, 1) * max_layers)
     return (held + largest) * value_bytes
+
+
+def gradient_activation_bytes(
+    study: Study, sources: ResolvedFamily, place: GradientPlace, *, max_layers: int = 0
+) -> int:
+    """Bytes of the activations and logits of one pass of gradients on the CPU, with the passes that `place` plans.
+
+    `sources` are the study's models. `max_layers` is the number of layers of the longest merge if merges have any
+    number of layers, else 0. A modality may limit the activations itself (`Modality.pass_bytes`).
+    """
+    if sources.modality.pass_bytes:
+        return sources.modality.pass_bytes
+    settings = dict(sources.base.settings)
+    layers = max(int(settings["num_hidden_layers"]), max_layers)
+    size = gradient_value_bytes(study, "cpu")
+    return pass_bytes(settings, place.tokens, size, recomputes=place.recomputes, layers=layers)
 
 
 def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
@@ -142,8 +143,8 @@ class GradientActor:
             from workers.training.gradients import MAX_TOKENS, CoefficientGradients
 
             inputs = self._inputs
-            if inputs.options.threads:
-                torch.set_num_threads(inputs.options.threads)
+            if threads := inputs.options.threads or (_cpu_threads() if inputs.device == "cpu" else 0):
+                torch.set_num_threads(threads)
             family, (device, *more_devices) = on_this_machine(inputs.family), inputs.devices
             is_in_host = inputs.device == "cuda" and _has_room(family)
             self._opened = CoefficientGradients(
@@ -157,6 +158,7 @@ class GradientActor:
                 recomputes=inputs.recomputes,
                 max_tokens=inputs.tokens or MAX_TOKENS,
                 entropies=inputs.entropies,
+                methods=(self._space.method,) if self._space is not None else (),
             )
         if self._completions is not None:
             self._opened.set_completions(self._completions)
@@ -183,6 +185,15 @@ class GradientActor:
         for layer, parameter in space.layer_scales.items():
             slopes[parameter] = slopes.get(parameter, 0.0) + result.layer_scales[layer]
         return slopes
+
+
+def _cpu_threads() -> int:
+    """Number of threads that compute gradients on the CPU: the cores that this process may use less one; at least 1.
+
+    One core is left to other processes, as plans of studies assume. Ray sets OMP_NUM_THREADS to 1 in an actor that
+    reserves at most one CPU, so that PyTorch alone would use one thread.
+    """
+    return max(1, len(os.sched_getaffinity(0)) - 1)
 
 
 def _has_room(family: Family) -> bool:

@@ -28,7 +28,7 @@ from workers.merging.plan import plan_as_stated
 from workers.training import gradients, text_losses
 from workers.training.gradients import MAX_TOKENS, CoefficientGradients
 from workers.training.losses import minibatches, sample_losses
-from workers.training.memory import activation_bytes, reduction_bytes
+from workers.training.memory import pass_bytes, reduction_bytes
 from workers.training.model import moved
 from workers.types import Family, GradientResult, TaskSpec
 
@@ -334,7 +334,7 @@ def test_free_memory_of_each_gpu_limits_the_tokens_of_a_pass(
     passing = reduction_bytes(bank.bank.sources) + max(memory.nbytes for memory in bank.model.memory.values())
 
     def limited(tokens: int, *, recomputes: bool = False) -> CoefficientGradients:
-        room = activation_bytes(config, tokens, 4, recomputes=recomputes, layers=layers) + passing
+        room = pass_bytes(config, tokens, 4, recomputes=recomputes, layers=layers) + passing
         monkeypatch.setattr(gradients, "free_bytes", lambda device: room)
         return CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
 
@@ -347,11 +347,20 @@ def test_free_memory_of_each_gpu_limits_the_tokens_of_a_pass(
     assert gradients.LEAST_TOKENS < found._max_tokens < gradients.MAX_TOKENS
     assert limited(100, recomputes=True)._max_tokens == gradients.LEAST_TOKENS
     # The fullest of several GPUs decides, by the layers that it has.
-    one = activation_bytes(config, 3000, 4, recomputes=False, layers=1) + passing
+    one = pass_bytes(config, 3000, 4, recomputes=False, layers=1) + passing
     monkeypatch.setattr(gradients, "free_bytes", lambda device: one if str(device) == "cpu:0" else 10**12)
     divided = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path, more_devices=("cpu:0",))
     assert abs(divided._max_tokens - 3000 // divided.model.num_layers_on[1]) <= 1
-    assert bank._max_tokens == gradients.MAX_TOKENS, "no GPU, no limit"
+    assert bank._max_tokens == gradients.MAX_TOKENS, "the free memory of this machine has room for more"
+    # A CPU is limited by the free memory of its machine or container.
+    monkeypatch.undo()
+    room = pass_bytes(config, 2000, 4, recomputes=False, layers=layers) + passing
+    monkeypatch.setattr(gradients, "free_host_bytes", lambda: round(room / gradients.FREE_HOST_SHARE))
+    found = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+    assert abs(found._max_tokens - 2000) <= 1
+    monkeypatch.setattr(gradients, "free_host_bytes", lambda: 0)
+    found = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
+    assert (found._max_tokens, found._recomputes) == (gradients.LEAST_TOKENS, True)
 
 
 @pytest.mark.slow

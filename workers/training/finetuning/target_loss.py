@@ -7,8 +7,6 @@ chunks. The backward pass computes a chunk's logits again, as in activation chec
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -16,6 +14,7 @@ from torch.nn.functional import cross_entropy
 from torch.utils.checkpoint import checkpoint
 
 from workers.training.finetuning.data import IGNORED
+from workers.training.model import returning
 
 __all__ = ["CHUNK", "TargetLoss"]
 
@@ -59,7 +58,7 @@ class TargetLoss(torch.nn.Module):
 
         def loss_of(hidden: torch.Tensor, wanted: torch.Tensor) -> torch.Tensor:
             # The model's own code computes the logits, because models scale or cap them.
-            with _returning(decoder, type(outputs)(last_hidden_state=hidden[None])):
+            with returning(decoder, type(outputs)(last_hidden_state=hidden[None])):
                 logits = causal(input_ids=wanted[None], use_cache=False).logits
             return _summed_loss(logits[0], wanted)
 
@@ -80,19 +79,3 @@ class TargetLoss(torch.nn.Module):
 
 def _summed_loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
     return cross_entropy(logits.float(), labels.to(logits.device), ignore_index=IGNORED, reduction="sum")
-
-
-@contextmanager
-def _returning(module: torch.nn.Module, outputs: Any) -> Iterator[None]:
-    """Context manager in which each call of `module` computes nothing and returns `outputs`.
-
-    It lets the model compute logits from given hidden states without computing the decoder.
-    """
-    own = module.__dict__.get("forward")
-    module.forward = lambda *_, **__: outputs
-    try:
-        yield
-    finally:
-        del module.forward
-        if own is not None:
-            module.forward = own

@@ -74,6 +74,11 @@ def test_gradient_step_by_hand() -> None:
     once = speeds(bandwidth=1e18)
     assert once.step_s(work, recomputes=False) == pytest.approx(3 * forward)
     assert once.step_s(work, recomputes=True) == pytest.approx(4 * forward)
+    # The merge reads the sources once, and each pass once more.
+    slow = speeds(bandwidth=100.0)
+    for passes in (1, 5):
+        expected = 3 * forward + (1 + passes) * slow.merge_s
+        assert slow.step_s(work, recomputes=False, num_passes=passes) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("change", [{"products": 2e6}, {"bandwidth": 2e9}], ids=["products", "bandwidth"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,9 @@ from search_spaces.study.file import load_study, parse_study
 from service.jobs.search.dry_run import check
 from service.studies.planning import here
 from service.studies.planning.profiles import MachineProfile
+from service.studies.planning.roofline import Speeds, Work
+from service.studies.preflight import examine
+from service.studies.preflight.resources import GradientPlace
 from tests.builders import tiny_family
 from workers.evaluation import lengths
 
@@ -31,7 +35,7 @@ def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return directory
 
 
-def study_of(root: Path, task: Any, metric: str = "exact_match") -> Any:
+def study_of(root: Path, task: Any, metric: str = "exact_match", **changes: Any) -> Any:
     document = {
         "name": "small",
         "models": {"base": "base", "experts": {"math": "math"}},
@@ -40,7 +44,7 @@ def study_of(root: Path, task: Any, metric: str = "exact_match") -> Any:
         "fidelity": {"scheduler": "none", "max_samples": 6},
         "objectives": [{"name": "data", "task": task, "metric": metric}],
         "engine": {"max_model_len": 64},
-    }
+    } | changes
     return parse_study(document, root)
 
 
@@ -87,6 +91,26 @@ def test_long_prompts_are_reported_early(root: Path) -> None:
     (root / "beams.yaml").write_text(yaml.safe_dump(task))
     with pytest.raises(InvalidStudy, match=r"^objectives\.0\.task: generation argument num_beams: beam search is not"):
         check(study_of(root, "beams.yaml"), root)
+
+
+def test_passes_of_gradient_steps_are_counted(root: Path, speed: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each pass of a gradient step reads the sources, so the plan counts the passes that a step's tokens need."""
+    seen: list[tuple[Work, int]] = []
+
+    def step_s(self: Speeds, work: Work, *, recomputes: bool, num_passes: int) -> float:
+        seen.append((work, num_passes))
+        return 1.0
+
+    monkeypatch.setattr(Speeds, "step_s", step_s)
+    monkeypatch.setattr(examine, "gradient_place", lambda *_, **__: (GradientPlace("cpu", tokens=20), ""))
+    changes: dict[str, Any] = {
+        "search_space": {"kind": "layerwise"},
+        "search": {"algorithm": "gradient", "max_trials": 2},
+    }
+    check(study_of(root, {"file": "data.jsonl", "max_tokens": 8}, **changes), root)
+    [(work, num_passes)] = seen
+    tokens = work.samples * (work.tokens.read + work.tokens.answered)
+    assert num_passes == math.ceil(tokens / 20) > 1
 
 
 @pytest.mark.slow

@@ -49,6 +49,7 @@ from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.plan import check_recipe
 from workers.models.family import locate_family, open_sources
+from workers.training.memory import pass_bytes
 from workers.types import Family
 
 SIZES = {"sums": 40, "words": 38}
@@ -507,11 +508,13 @@ def test_rank_cache_takes_two_bytes(root: Path) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the model is in the GPU's memory")
 def test_memory_of_gradients(root: Path) -> None:
-    """Gradients take the memory of one merged model and of its largest tensor's gradient."""
+    """Gradients take the memory of one merged model, of its largest tensor's gradient, and of a pass."""
     found = examine(study_of(root, search_space={}), available_bytes=2**40)
     largest = max(tensor.nbytes for tensor in load_file(root / "base" / "model.safetensors").values())
     assert found.algorithm.name == "gradient"
-    assert found.memory.gradient_bytes == 4 * found.models.num_parameters + largest + GRADIENT_OVERHEAD_BYTES
+    held = 4 * found.models.num_parameters + largest + GRADIENT_OVERHEAD_BYTES
+    settings = open_sources(found.models.family).base.settings
+    assert found.memory.gradient_bytes == held + pass_bytes(settings, 16_384, 4, recomputes=False)
     assert (
         found.memory.needed_bytes == found.memory.bank_bytes + found.memory.engine_bytes + found.memory.gradient_bytes
     )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -19,12 +20,15 @@ from service.studies.preflight.gradients import (
     gradient_place,
     reduction_bytes,
 )
-from service.studies.preflight.resources import MemoryPlan
+from service.studies.preflight.resources import MemoryPlan, gradient_activation_bytes, plan_memory
 from tests.workers.merging.test_devices import peak_of
 from workers.engines.images.classifiers import new_encoder
 from workers.engines.vllm.memory import usable_gpu_bytes
+from workers.models.family import open_sources
+from workers.models.headers import TensorInfo
 from workers.models.modalities.text import TEXT
-from workers.training.memory import activation_bytes
+from workers.training.memory import activation_bytes, pass_bytes
+from workers.types import Family
 
 GB, TB = 10**9, 10**12
 LLAMA_3_8B = {
@@ -34,19 +38,18 @@ LLAMA_3_8B = {
     "num_key_value_heads": 8,
     "num_hidden_layers": 32,
 }
-EMBEDDING = SimpleNamespace(shape=(128_256, 4_096), num_bytes=2 * 128_256 * 4_096)
-LAYER = SimpleNamespace(shape=(218_112_000,), num_bytes=2 * 218_112_000)
+EMBEDDING = TensorInfo("BF16", (128_256, 4_096), Path(), "")
+LAYER = TensorInfo("BF16", (218_112_000,), Path(), "")
 PLACES = {"embedding": None, "head": None} | {f"layers.{index}": index for index in range(32)}
+TENSORS = {name: EMBEDDING if layer is None else LAYER for name, layer in PLACES.items()}
 EIGHT_B: Any = SimpleNamespace(
-    base=SimpleNamespace(
-        settings=LLAMA_3_8B, tensors={name: EMBEDDING if layer is None else LAYER for name, layer in PLACES.items()}
-    ),
+    base=SimpleNamespace(settings=LLAMA_3_8B, tensors=TENSORS),
     num_parameters=8_030_000_000,
-    modality=SimpleNamespace(runs_on_vllm=False),  # engines that share no GPU
+    modality=SimpleNamespace(runs_on_vllm=False, pass_bytes=0),  # engines that share no GPU
     layout=SimpleNamespace(
         num_layers=32, places={name: SimpleNamespace(layer=layer) for name, layer in PLACES.items()}
     ),
-    views={name: SimpleNamespace(base=None, own=[EMBEDDING]) for name in ("base", "math", "code")},
+    views={name: SimpleNamespace(base=None, tensors=TENSORS) for name in ("base", "math", "code")},
 )
 
 
@@ -85,7 +88,8 @@ def test_gradients_take_a_gpu_that_no_engine_uses() -> None:
 def test_the_sources_of_a_tensor_are_counted() -> None:
     """Converting a gradient copies the tensor of every model to the GPU; those of adapters are in float32."""
     assert reduction_bytes(EIGHT_B) == 3 * EMBEDDING.num_bytes + 24 * 2**22
-    adapted = SimpleNamespace(base=EIGHT_B.base, own=[])
+    changed = TENSORS | {"embedding": SimpleNamespace(shape=EMBEDDING.shape)}
+    adapted = SimpleNamespace(base=EIGHT_B.base, tensors=changed)
     sources: Any = SimpleNamespace(base=EIGHT_B.base, views={**EIGHT_B.views, "code": adapted})
     assert reduction_bytes(sources) == (2 + 4) * EMBEDDING.num_bytes + 24 * 2**22
 
@@ -99,6 +103,53 @@ def test_the_cpu_computes_gradients_where_no_gpu_can() -> None:
     assert place.device == "cpu"
     assert "of a GPU, which has 14.9 GiB" in place.reason
     assert placed(EngineMachines(0, TB)) == (GradientPlace("cpu"), "")
+
+
+@pytest.mark.parametrize(
+    ("host", "recomputes", "tokens"),
+    [(1_000, False, 16_384), (300, False, 8_192), (105, False, 2_048), (100, True, 16_384), (71, True, 512)],
+)
+def test_memory_of_the_host_limits_passes_on_the_cpu(host: int, recomputes: bool, tokens: int) -> None:
+    """Passes get fewer tokens, and then activations are recomputed, until the host's memory has room for them."""
+
+    def plan(place: GradientPlace | None) -> MemoryPlan:
+        taken = 0 if place is None else 34 * GB + gradient_activation_bytes(study(), EIGHT_B, place)
+        return MemoryPlan(0, 36 * GB, 1, host * GB, gradient_bytes=taken)
+
+    place, _ = gradient_place(study(), EIGHT_B, [EngineMachines(0, host * GB)], plan=plan)
+    assert place is not None
+    assert (place.device, place.recomputes, place.tokens) == ("cpu", recomputes, tokens)
+    assert ("for lack of memory" in place.reason) == (host < 1_000)
+    assert ("activations computed twice" in place.reason) == recomputes
+    none, lack = gradient_place(
+        study(), EIGHT_B, [EngineMachines(0)], plan=lambda place: replace(plan(place), available_bytes=60 * GB)
+    )
+    assert none is None
+    assert lack.startswith("they need ")
+
+
+def test_passes_are_small_where_memory_is_not_known() -> None:
+    """On a CPU whose memory is not known, activations of a pass take at most 8 GiB."""
+    memory = MemoryPlan(0, 0, 1, None)
+    place, _ = gradient_place(study(), EIGHT_B, [EngineMachines(0)], plan=lambda place: memory)
+    assert place is not None
+    assert (place.recomputes, place.tokens) == (True, 4_096)
+    assert gradient_activation_bytes(study(), EIGHT_B, place) <= 8 * 2**30
+
+
+def test_memory_of_the_host_counts_activations(tied_family: Family) -> None:
+    """The memory plan counts the activations of the planned passes on the CPU, and none of passes on a GPU."""
+    sources = open_sources(tied_family)
+
+    def planned(place: GradientPlace) -> int:
+        return plan_memory(study(), sources, [EngineMachines(0, TB)], gradients=place).gradient_bytes
+
+    large, small = GradientPlace("cpu"), GradientPlace("cpu", recomputes=True, tokens=2048)
+    sizes = [
+        pass_bytes(sources.base.settings, place.tokens, 4, recomputes=place.recomputes) for place in (large, small)
+    ]
+    assert planned(large) - planned(small) == sizes[0] - sizes[1] > 0
+    assert planned(GradientPlace("cuda")) < planned(small) - sizes[1]
 
 
 def test_several_gpus_share_the_layers_of_a_large_model() -> None:

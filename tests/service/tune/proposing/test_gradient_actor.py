@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.spaces.base import DifferentiableSpace
 from search_spaces.spaces.hm3 import Hm3Section, MergedOptions
@@ -51,6 +53,26 @@ def test_scale_gradient_is_of_differences(tied_family: Family, tmp_path: Path) -
         differences.append((high - low) / (2 * STEP))
     assert min(map(abs, differences)) > 1e-5
     assert gradient == pytest.approx(differences, rel=0.02, abs=0.005 * max(map(abs, differences)))
+
+
+@pytest.mark.parametrize("cores", [1, 4])
+def test_the_cpu_computes_with_all_cores_but_one(
+    tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, cores: int
+) -> None:
+    """An actor on the CPU uses the cores that its process may use less one, whatever OMP_NUM_THREADS was."""
+    file = tmp_path / "sums.jsonl"
+    file.write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    task = TaskSpec({"file": str(file), "max_tokens": 6}, "exact_match")
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        GradientActor(
+            GradientInputs(tied_family, OPTIONS.model_copy(update={"threads": 0}), {"sums": task})
+        )._gradients()
+        assert torch.get_num_threads() == max(1, cores - 1)
+    finally:
+        torch.set_num_threads(before)
 
 
 @pytest.mark.parametrize("method", ["dare_ties_l1", "pcb"])
