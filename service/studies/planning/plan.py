@@ -97,7 +97,8 @@ def plan_of(
         max_layers=max_layers if sources.modality.runs_on_vllm else 0,
         aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
     )
-    threads = study.engine.tensor_parallel_size if profile.gpus else _threads(profile, study.engine.replicas)
+    of_engine = _threads(profile, study.engine.num_gpus)
+    threads = study.engine.tensor_parallel_size if profile.gpus else of_engine
     speeds = engine_speeds(
         facts,
         profile,
@@ -112,12 +113,11 @@ def plan_of(
     if profile.gpus and max_layers and sources.modality.runs_on_vllm:
         speeds = replace(speeds, device=replace(speeds.device, calibration=PATHS_ON_GPU))
     deepest = replace(speeds, facts=facts.deepened(max_layers) if max_layers else facts)
-    host = engine_speeds(
-        facts,
-        replace(profile, gpus=0),
-        config=sources.base.settings,
-        dtype="float32",
-        threads=max(1, profile.cores - 1),
+    all_threads, threads_of_engine = (
+        engine_speeds(
+            facts, replace(profile, gpus=0), config=sources.base.settings, dtype="float32", threads=number
+        )
+        for number in (max(1, profile.cores - 1), of_engine)
     )
     verification_speeds = None
     if placement.verification_gpus:
@@ -129,7 +129,7 @@ def plan_of(
         # Gradients read the copy in host memory that engines share, if there is one.
         bank = "host" if placement.bank == "host" else "mapped"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank) if on_gpu else host
+            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank) if on_gpu else all_threads
         )
     phases = phases_of(
         preflight,
@@ -137,7 +137,7 @@ def plan_of(
         speeds=speeds,
         deepest=deepest,
         gradient_speeds=gradient_speeds,
-        host_speeds=host,
+        host_speeds=threads_of_engine,
         steps=steps,
         verification_speeds=verification_speeds,
     )
@@ -209,10 +209,10 @@ def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
     return not is_whole and ON_CUDA.issuperset(study.search_space.merge_methods)
 
 
-def _threads(profile: MachineProfile, replicas: int) -> int:
-    """Number of threads of each engine on machines without GPUs.
+def _threads(profile: MachineProfile, processes: int) -> int:
+    """Number of threads for arithmetic on the CPU of each process of the study's engines, `processes` in number.
 
-    The engines, `replicas` in number, are divided equally between the machines of `profile`. One core of each machine
-    is left to other processes.
+    The processes get equal shares of one machine's cores, without one core, also if they run on several machines
+    (function `workers.serving.deployment.deploy_scorer`).
     """
-    return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))
+    return max(1, (profile.cores - 1) // processes)

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
 from service.studies.planning.roofline import SampleTokens, Speeds, Work
+from workers.engines.transformers.batches import BATCH, TEXTS_READ
 from workers.errors import InvalidTask
 from workers.evaluation.lengths import Lengths, lengths_of
 from workers.evaluation.prompts import Prompts
@@ -100,6 +101,7 @@ def phases_of(
     host_speeds: Speeds,
     steps: tuple[int, int],
     verification_speeds: Speeds | None = None,
+    verified_together: int = BATCH,
 ) -> tuple[Phase, ...]:
     """The phases of a study, with their seconds, in the order of running.
 
@@ -109,9 +111,10 @@ def phases_of(
         speeds: Speeds of the engines.
         deepest: Speeds of the engines for merges with the largest number of layers.
         gradient_speeds: Speeds of the device that computes gradients; None if no gradients are computed.
-        host_speeds: Speeds of the host's CPU.
+        host_speeds: Speeds of the CPU's threads of one engine, which export merges for verification.
         steps: Number of gradient steps, and number of samples of each step.
-        verification_speeds: Speeds of the device that computes verifications; None for the host's CPU.
+        verification_speeds: Speeds of the device that computes verifications; None for the CPU's threads of one engine.
+        verified_together: Number of samples of which a verification generates the answers at once.
     """
     replicas = preflight.study.engine.replicas
     phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
@@ -147,9 +150,10 @@ def phases_of(
         scored(f"benchmark {benchmark.name}", preflight.num_scored_on(benchmark), samples, lengths.benchmarks)
     verify = preflight.study.engine.verify
     if verify is not False and lengths.objectives:
-        share = {name: float(verify.samples) for name in lengths.objectives}
-        least, most = _work(share, lengths.objectives)
-        bounds = Bounds(*(host_speeds.verification_s(work, on=verification_speeds) for work in (least, most)))
+        share = {name: min(float(verify.samples), rungs[-1][name]) for name in lengths.objectives}
+        compared = sum(min(number, TEXTS_READ) for number in share.values())
+        options: dict[str, Any] = {"compared": compared, "together": verified_together, "on": verification_speeds}
+        bounds = Bounds(*(host_speeds.verification_s(work, **options) for work in _work(share, lengths.objectives)))
         phases.append(Phase("verification", verify.trials, bounds, 1))
     return tuple(phases)
 

@@ -15,6 +15,7 @@ import torch
 
 from search_spaces.study.engine import EngineOptions
 from workers.engines.logits import bad_rows, in_words
+from workers.engines.transformers.batches import BATCH
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 
@@ -28,8 +29,6 @@ __all__ = [
     "typical_difference",
     "whole_characters",
 ]
-
-BATCH = 64  # texts at once: bounds memory, not speed
 
 # Eager attention: transformers' default silently ignores Gemma-2's cap on attention scores.
 ATTENTION = "eager"

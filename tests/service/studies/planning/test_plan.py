@@ -151,6 +151,16 @@ def test_gpus_without_an_engine_verify(planned: Planned) -> None:
     assert 4 * two[1] < one[1]
 
 
+def test_verification_on_the_cpu_has_the_threads_of_a_replica(planned: Planned) -> None:
+    """Eight engines on a machine leave each as many threads as the one of a machine with an eighth of the cores."""
+    name, seconds = "Llama-3-8B, 3 full experts", []
+    for number in (1, 8):
+        plan = planned(name, profile=f"rtx4090x{number}", engine={"replicas": number}).machine
+        assert any(part.place == "host CPU, after the search" for part in plan.placement.parts)
+        seconds.append(next(phase.seconds.most for phase in plan.phases if phase.name == "verification"))
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+
+
 def test_the_only_gpu_computes_gradients_too(planned: Planned) -> None:
     """Engine and gradients of a 7B model share a GPU of 80 GB, and verification follows the gradients there."""
     plan = planned("Qwen2.5-7B, 3 full experts").machine
