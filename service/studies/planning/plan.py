@@ -12,7 +12,7 @@ from service.studies.planning.facts import ModelFacts, facts_of
 from service.studies.planning.placement import StudyPlacement, place_study
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.roofline import CPU, GPU, PATHS_ON_GPU, TRANSFORMERS_ON_GPU, Device, Speeds
-from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths
+from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths, verified_lengths
 from service.studies.preflight.gradients import gradient_gpu_bytes
 from workers.engines.vllm.memory import kv_token_bytes, value_bytes
 
@@ -80,6 +80,7 @@ def plan_of(
     """
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
+    lengths = study_lengths(preflight, sources.result_dir) if lengths is None else lengths
     # Layers of the longest merge, where merges have any number of layers.
     max_layers = 0 if preflight.models.size is None else preflight.models.size.max_layers
     space = preflight.space
@@ -96,6 +97,7 @@ def plan_of(
         gpu_share_left=preflight.gpu_share_left,
         max_layers=max_layers if sources.modality.runs_on_vllm else 0,
         aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
+        verified=verified_lengths(preflight, lengths),
     )
     of_engine = _threads(profile, study.engine.num_gpus)
     threads = study.engine.tensor_parallel_size if profile.gpus else of_engine
@@ -114,9 +116,7 @@ def plan_of(
         speeds = replace(speeds, device=replace(speeds.device, calibration=PATHS_ON_GPU))
     deepest = replace(speeds, facts=facts.deepened(max_layers) if max_layers else facts)
     all_threads, threads_of_engine = (
-        engine_speeds(
-            facts, replace(profile, gpus=0), config=sources.base.settings, dtype="float32", threads=number
-        )
+        engine_speeds(facts, replace(profile, gpus=0), config=sources.base.settings, dtype="float32", threads=number)
         for number in (max(1, profile.cores - 1), of_engine)
     )
     verification_speeds = None
@@ -129,17 +129,20 @@ def plan_of(
         # Gradients read the copy in host memory that engines share, if there is one.
         bank = "host" if placement.bank == "host" else "mapped"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank) if on_gpu else all_threads
+            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank)
+            if on_gpu
+            else all_threads
         )
     phases = phases_of(
         preflight,
-        study_lengths(preflight, sources.result_dir) if lengths is None else lengths,
+        lengths,
         speeds=speeds,
         deepest=deepest,
         gradient_speeds=gradient_speeds,
         host_speeds=threads_of_engine,
         steps=steps,
         verification_speeds=verification_speeds,
+        verified_together=placement.verified_together,
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)

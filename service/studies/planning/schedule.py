@@ -21,7 +21,7 @@ from workers.evaluation.prompts import Prompts
 if TYPE_CHECKING:
     from service.studies.preflight.result import PreflightResult
 
-__all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study_lengths"]
+__all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study_lengths", "verified_lengths"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +91,24 @@ def study_lengths(preflight: PreflightResult, result_dir: str) -> StudyLengths:
     return StudyLengths(**found)
 
 
+def verified_lengths(preflight: PreflightResult, lengths: StudyLengths) -> list[tuple[int, int]]:
+    """Mean tokens of the prompt, and the largest number of tokens of the answer, of each sample of a verification.
+
+    The list is empty if the checked study (`preflight`) verifies nothing.
+    """
+    return [
+        (math.ceil(lengths.objectives[name].read), math.ceil(lengths.objectives[name].limit))
+        for name, number in _verified_samples(preflight, lengths).items()
+        for _ in range(number)
+    ]
+
+
+def _verified_samples(preflight: PreflightResult, lengths: StudyLengths) -> dict[str, int]:
+    """Number of samples of each objective that are verified, keyed by objective; empty if nothing is verified."""
+    verify, full = preflight.study.engine.verify, preflight.budget.rung_samples[-1]
+    return {} if verify is False else {name: min(verify.samples, full[name]) for name in lengths.objectives}
+
+
 def phases_of(
     preflight: PreflightResult,
     lengths: StudyLengths,
@@ -150,7 +168,7 @@ def phases_of(
         scored(f"benchmark {benchmark.name}", preflight.num_scored_on(benchmark), samples, lengths.benchmarks)
     verify = preflight.study.engine.verify
     if verify is not False and lengths.objectives:
-        share = {name: min(float(verify.samples), rungs[-1][name]) for name in lengths.objectives}
+        share = _verified_samples(preflight, lengths)
         compared = sum(min(number, TEXTS_READ) for number in share.values())
         options: dict[str, Any] = {"compared": compared, "together": verified_together, "on": verification_speeds}
         bounds = Bounds(*(host_speeds.verification_s(work, **options) for work in _work(share, lengths.objectives)))

@@ -161,6 +161,24 @@ def test_verification_on_the_cpu_has_the_threads_of_a_replica(planned: Planned) 
     assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
 
 
+def test_keys_and_values_of_long_answers_are_planned(tmp_path: Path) -> None:
+    """Verification takes their memory where a GPU is free; in the share of an engine, fewer answers grow at once."""
+    parts, phases = {}, {}
+    for name, profile, tokens in (("short", "h100x2", 16), ("long", "h100x2", 1500), ("shared", "h100x1", 1500)):
+        task = {"file": "tasks.jsonl", "max_tokens": tokens}
+        objectives = [{"name": each, "task": task, "metric": "exact_match"} for each in ("sums", "words")]
+        example = EXAMPLES["Llama-3-8B, 3 full experts"]._replace(engine={})
+        study = example_study(tmp_path / name, example, objectives=objectives)
+        plan = check(study, tmp_path / name, metadata_only=True, profile=profile_named(profile)).machine
+        parts[name] = next(part for part in plan.placement.parts if part.name.startswith("verification"))
+        phases[name] = next(phase.seconds.most for phase in plan.phases if phase.name == "verification")
+    parameters = 8_030_261_248
+    assert parts["short"].gpu_bytes == 5 * parameters
+    assert parts["long"].gpu_bytes > 4 * parameters + 32 * 1500 * 262_144
+    assert parts["shared"].place.startswith("one engine's GPU")
+    assert phases["shared"] > 1.5 * phases["long"]
+
+
 def test_the_only_gpu_computes_gradients_too(planned: Planned) -> None:
     """Engine and gradients of a 7B model share a GPU of 80 GB, and verification follows the gradients there."""
     plan = planned("Qwen2.5-7B, 3 full experts").machine
