@@ -70,13 +70,14 @@ def plan_of(
     steps: tuple[int, int],
     lacks: tuple[str, ...] = (),
     lengths: StudyLengths | None = None,
+    download_bytes: int = 0,
 ) -> StudyPlan:
     """Plan a checked study: the memory and the hours that it takes on given machines.
 
     `preflight` is the checked study, `sources` are its models, `profile` describes the machines, and `dtype` is the
     dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` has
     the reasons, found by the checks, why the study does not fit the machines. `lengths` are the lengths of the study's
-    samples; by default they are measured.
+    samples; by default they are measured. `download_bytes` is the size of the weights that must be downloaded first.
     """
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
@@ -143,6 +144,7 @@ def plan_of(
         steps=steps,
         verification_speeds=verification_speeds,
         verified_together=placement.verified_together,
+        download_s=download_bytes / profile.network_bandwidth,
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)

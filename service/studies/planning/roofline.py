@@ -113,6 +113,10 @@ GPU = Calibration(
 PATHS_ON_GPU = replace(GPU, layer_s=2e-4)
 TRANSFORMERS_ON_GPU = replace(GPU, layer_s=7e-4)
 
+# Bytes per second of one core, as measured on the machine of docs/measurements.md: sha256, and the search for NaN and
+# infinity in bfloat16.
+HASHED_PER_S, SCANNED_PER_S = 1.4e9, 7e9
+
 
 @dataclass(frozen=True)
 class Device:
@@ -225,10 +229,18 @@ class Speeds:
         return self.merge_s + own.packing * self.model_bytes / self.device.bandwidth
 
     @property
+    def check_s(self) -> float:
+        """Seconds to read all sources twice before the first engine starts: for fingerprints, and for NaN and infinity.
+
+        Results are kept, so that a later study of the same files need not read them.
+        """
+        return sum(self.facts.bank_bytes / min(self.disk_bandwidth, speed) for speed in (HASHED_PER_S, SCANNED_PER_S))
+
+    @property
     def start_s(self) -> float:
         """Seconds from the start of an engine's process to its first request."""
         own = self.device.calibration
-        loading = (self.facts.bank_bytes + self.model_bytes) / self.disk_bandwidth
+        loading = self.facts.bank_bytes / self.disk_bandwidth  # an engine begins with random weights
         moving = own.start_reads * self.model_bytes / self.device.bandwidth
         passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
         return own.start_s + loading + moving + passes + self.swap_s

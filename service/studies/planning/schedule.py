@@ -120,6 +120,7 @@ def phases_of(
     steps: tuple[int, int],
     verification_speeds: Speeds | None = None,
     verified_together: int = BATCH,
+    download_s: float = 0.0,
 ) -> tuple[Phase, ...]:
     """The phases of a study, with their seconds, in the order of running.
 
@@ -133,9 +134,12 @@ def phases_of(
         steps: Number of gradient steps, and number of samples of each step.
         verification_speeds: Speeds of the device that computes verifications; None for the CPU's threads of one engine.
         verified_together: Number of samples of which a verification generates the answers at once.
+        download_s: Seconds in which weights that are not on the machine are downloaded.
     """
     replicas = preflight.study.engine.replicas
-    phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
+    phases = [Phase("download", 1, Bounds(download_s, download_s), 1)] if download_s else []
+    phases.append(Phase("check", 1, Bounds(speeds.check_s, speeds.check_s), 1))
+    phases.append(Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas))
 
     def scored(name: str, number: float, samples: Mapping[str, float], known: Mapping[str, Lengths]) -> None:
         least, most = _work(samples, known)

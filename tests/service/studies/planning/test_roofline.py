@@ -58,13 +58,20 @@ def test_fixed_costs_by_hand() -> None:
 
 
 def test_swap_and_start_by_hand() -> None:
-    """A swap reads every source once and writes the merge; a start loads sources and merge, and then swaps."""
+    """A swap reads every source once and writes the merge; a start loads the sources, and then swaps."""
     found = speeds(bandwidth=100.0, tensor_s=1.0, packing=3.0)
     assert found.merge_s == pytest.approx((6600 + 2200) / 100 + 5)
     assert found.swap_s == pytest.approx(found.merge_s + 3 * 2200 / 100)
     started = speeds(bandwidth=100.0, start_s=7.0, start_reads=2.0, start_tokens=10.0)
-    loading = (6600 + 2200) / 1e9
+    loading = 6600 / 1e9
     assert started.start_s == pytest.approx(7 + loading + 2 * 2200 / 100 + 10 * 2 * 1100 / 1e6 + started.swap_s)
+
+
+def test_check_by_hand() -> None:
+    """All sources are read twice, and hashed more slowly than a fast disk reads."""
+    assert speeds().check_s == pytest.approx(2 * 6600 / 1e9), "the disk of 1 GB/s is slower than both"
+    fast = replace(speeds(), disk_bandwidth=1e12)
+    assert fast.check_s == pytest.approx(6600 / 1.4e9 + 6600 / 7e9)
 
 
 def test_gradient_step_by_hand() -> None:
