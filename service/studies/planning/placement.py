@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from service.disk import gib
 from service.studies.planning.profiles import MachineProfile
-from service.studies.preflight.resources import OF_SEVERAL, scored_methods, uses_statistics
+from service.studies.preflight.resources import OF_SEVERAL, merges_parts, scored_methods, uses_statistics
 from workers.engines.transformers.batches import BATCH, batch_bytes, fitting_batch
 from workers.engines.vllm.memory import (
     CONTEXT_BYTES,
@@ -302,6 +302,7 @@ def _requirements(
         "dtype": dtype,
         "max_length": engine.max_model_len,
         "ranks": engine.tensor_parallel_size,
+        "merges_parts": merges_parts(study, sources),
     }
     if not max_layers:
         return memory_requirements(sources, **options), []

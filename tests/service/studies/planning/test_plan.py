@@ -321,6 +321,21 @@ def test_engines_of_paths_hold_a_pool_of_layers(planned: Planned, tmp_path: Path
     assert "paths of up to 400 layers: one layer takes 0.436 GB, and the GPU has room for" in lack
 
 
+def test_gpus_of_one_engine_merge_their_parts(planned: Planned, tmp_path: Path) -> None:
+    """Methods with statistics of whole tensors, such as SLERP, need the memory of whole tensors; so do adapters."""
+    example = EXAMPLES["70B, tensor parallel 8"]
+
+    def merging(plan: StudyPlan) -> int:
+        return next(part.gpu_bytes for part in plan.placement.parts if part.name.startswith("merging one tensor"))
+
+    parts = merging(planned("70B, tensor parallel 8").machine)
+    assert parts == 128_256 * 8192 * 2, "a whole result; a part of all operands is smaller"
+    space = {"kind": "lfs", "methods": ["task_arithmetic", "slerp"]}
+    study = example_study(tmp_path, example, search_space=space, search={"algorithm": "smac", "max_trials": 4})
+    whole = check(study, tmp_path, metadata_only=True, profile=profile_named(example.profile)).machine
+    assert merging(whole) == 5 * parts
+
+
 def test_cost_is_that_of_the_gpu_hours(planned: Planned) -> None:
     """Machines with 8 engines and gradients on the CPU count 8 GPUs; without a price there is no cost."""
     plan = planned("Llama-2-13B, 3 full experts").machine
