@@ -83,6 +83,10 @@ class EngineOptions(Engine):
     """
     gpu_share_left: Annotated[float, Field(ge=0, lt=1)] = 0.0
     """The share of its GPU's memory that the engine leaves free for gradients and verification on the same GPU."""
+    merges_parts: bool = False
+    """Whether all merges are such that each GPU of an engine computes only the part of a tensor that it holds. If so,
+    less memory is reserved for merging, and a merge of another kind is computed on the CPU if it needs more.
+    """
     seed: int = 0
     """The seed of vLLM."""
 
@@ -93,6 +97,6 @@ class EngineOptions(Engine):
         default, and `backend` is always "vllm", whichever program scores the tasks.
         """
         fields = type(self).model_fields
-        added = ("max_layers", "model_runner", "gpu_share_left")
+        added = ("max_layers", "model_runner", "gpu_share_left", "merges_parts")
         newer = {name for name in added if getattr(self, name) == fields[name].default}
         return self.model_dump(exclude={*NOT_OF_ONE_ENGINE, *newer}) | {"backend": "vllm"}

@@ -159,6 +159,7 @@ def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> 
     from service.studies.planning.plan import engine_speeds
     from service.studies.planning.profiles import MachineProfile
     from service.studies.planning.roofline import SampleTokens, Work
+    from workers.engines.transformers.batches import TEXTS_READ
     from workers.models.family import resolve_family
 
     sources = resolve_family(directory / "base", {path.name: path for path in sorted(directory.glob("e[0-9]"))})
@@ -180,7 +181,7 @@ def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> 
                 "start": speeds.start_s,
                 "swap": speeds.swap_s,
                 "evaluation": speeds.evaluation_s(Work(number, tokens)),
-                "verification": speeds.verification_s(Work(number, tokens)),
+                "verification": speeds.verification_s(Work(number, tokens), compared=min(number, TEXTS_READ)),
             }[row["phase"]]
         facts = {"family": name, "run": repeat + 1, "phase": row["phase"], "samples": number, "planned_s": planned}
         rows.append({**facts, "cpu_s": row["cpu_s"], "wall_s": row["wall_s"], "ratio": planned / row["cpu_s"]})

@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any
 
 SIZES = (8, 24)  # samples of the two rungs
-VERIFIED = 2
+VERIFIED = 16
 ANSWER = 16  # tokens at most
 THREADS = 1
 

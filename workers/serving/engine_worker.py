@@ -222,8 +222,13 @@ class EngineWorker:
                 arguments = (recipe.digest, str(directory), engine.options)
                 options = self._compared(samples, spans, texts)
                 if self._verify_elsewhere is not None:
-                    share = engine.options.gpu_share_left
-                    report = self._verify_elsewhere(arguments, options, num_parameters=num_parameters, share=share)
+                    report = self._verify_elsewhere(
+                        arguments,
+                        options,
+                        num_parameters=num_parameters,
+                        batch_bytes=self._batch_bytes(spans, num_layers=len(recipe.layers)),
+                        share=engine.options.gpu_share_left,
+                    )
                     if report is not None:
                         return report
                 return verify(*arguments, **options, evaluator=self.evaluator)
@@ -231,6 +236,23 @@ class EngineWorker:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT):
                 raise
             return _not_verified(recipe, engine.dtype, f"the export of the merge cannot be written: {error}")
+
+    def _batch_bytes(self, spans: Sequence[Span], *, num_layers: int) -> int:
+        """Bytes of the largest batch of samples of `spans` that transformers completes at once, without the weights.
+
+        `num_layers` is the number of layers of the merge.
+        """
+        from workers.engines.transformers.batches import batch_bytes
+
+        requests = (
+            request
+            for span in spans
+            if self.evaluator.is_greedy(span.task)
+            for position in range(span.start, span.stop)
+            for request in self.evaluator.requests(span.task, position)
+        )
+        lengths = [(len(each.tokens), each.max_tokens) for each in requests if isinstance(each, Generation)]
+        return batch_bytes({**self.engine.prompts.config, "num_hidden_layers": num_layers}, lengths)
 
     def _compared(
         self, samples: tuple[SampleResult, ...], spans: tuple[Span, ...], texts: Sequence[tuple[int, ...]]

@@ -2,7 +2,8 @@
 
 On a CPU in float32, verification of a model with 8B parameters takes a quarter of an hour or more. During this time,
 the replica scores nothing. A model that is too large for one GPU is divided over several, by layers. If not enough GPUs
-are free, the replica verifies on the CPU.
+are free, the replica verifies on the CPU. If they hold the merge, but not the keys and values of all samples that are
+completed at once, fewer samples are.
 """
 
 from __future__ import annotations
@@ -16,15 +17,24 @@ from workers.errors import InvalidModel
 from workers.serving.gpu_shares import has_share, on_share
 from workers.types import VerificationReport
 
-__all__ = ["BYTES_PER_PARAMETER", "verify_on_free_gpus"]
+__all__ = ["WEIGHT_BYTES", "verification_bytes", "verify_on_free_gpus"]
 
 log = logging.getLogger(__name__)
 
 # Seconds until a process with a GPU must be ready: it imports torch. A GPU of another machine does not help.
 START_S = 120.0
 
-# Float32 weights, and room for activations and logits.
-BYTES_PER_PARAMETER = 5
+# Bytes of each parameter of a merge: its weight in float32, and room for activations and logits of single texts.
+WEIGHT_BYTES, ROOM_BYTES = 4, 1
+
+
+def verification_bytes(num_parameters: int, batch_bytes: int = 0) -> int:
+    """Bytes of GPU memory in which a merge of `num_parameters` parameters is verified.
+
+    `batch_bytes` is the memory of the largest batch of samples that are completed at once, beside the weights (function
+    `batches.batch_bytes`). Without it, the result is the least memory: batches are halved if they do not fit.
+    """
+    return WEIGHT_BYTES * num_parameters + max(ROOM_BYTES * num_parameters, batch_bytes)
 
 
 class GpuVerifier:
@@ -40,10 +50,12 @@ class GpuVerifier:
         self._number = number
         self._share = share
 
-    def num_needed(self, num_parameters: int) -> int | str:
+    def num_needed(self, num_parameters: int, batch_bytes: int = 0, num_free: int | None = None) -> int | str:
         """Number of devices that a model with `num_parameters` parameters needs, or the reason why none can be used.
 
         The number is computed from the memory of the devices that this process may take, and is at least their number.
+        `batch_bytes` is the memory of the largest batch of samples. If only `num_free` devices are free, and they hold
+        the model but not such a batch, the number is `num_free`, because batches can be halved.
         """
         import torch
 
@@ -53,7 +65,11 @@ class GpuVerifier:
             return "PyTorch finds no GPU in the process that Ray gave one"
         memory = [torch.cuda.mem_get_info(index) for index in range(self._number)]
         free = min(min(free, int(self._share * total)) if self._share else free for free, total in memory)
-        return max(self._number, math.ceil(BYTES_PER_PARAMETER * num_parameters / max(free, 1)))
+        least, enough = (
+            max(self._number, math.ceil(verification_bytes(num_parameters, size) / max(free, 1)))
+            for size in (0, batch_bytes)
+        )
+        return enough if num_free is None or enough <= num_free else max(least, num_free)
 
     def verify(self, *args: Any, **kwargs: Any) -> VerificationReport:
         """Call the function `verification.verify` with these arguments, on the devices of this process.
@@ -84,6 +100,7 @@ def verify_on_free_gpus(
     options: Mapping[str, Any],
     *,
     num_parameters: int,
+    batch_bytes: int = 0,
     share: float = 0.0,
     device: str = "cuda",
     start_s: float = START_S,
@@ -95,14 +112,16 @@ def verify_on_free_gpus(
     - `arguments`, `options`: positional and keyword arguments of the function `verification.verify`; the directory of
       the export must be on this machine
     - `num_parameters`: the number of parameters of the exported model
+    - `batch_bytes`: the memory of the largest batch of samples that are completed at once, beside the model
     - `share`: the share of its GPU's memory that the engine of this machine leaves free; 0 for none
     - `device`: the kind of device on which the actor computes
     - `start_s`: the number of seconds within which the actor must be ready
     - `resources`: a function that returns the free resources of this machine; by default Ray is asked
     - `reserved`: Ray options that reserve a number of devices, by default GPUs
 
-    The actor has one GPU if the model fits into its free memory. Otherwise another actor with as many GPUs as the model
-    needs takes its place. If no GPU is free, the actor has the share that the engine leaves, if no other actor uses it.
+    The actor has one GPU if the model and a batch fit into its free memory. Otherwise another actor with as many GPUs
+    as they need takes its place, or with all free GPUs if these hold at least the model. If no GPU is free, the actor
+    has the share that the engine leaves, if no other actor uses it.
     Returns None if Ray is not running, if not enough GPUs of this machine are free, if the model cannot be divided over
     several GPUs, if a GPU's memory runs out, and if the actor dies or cannot be placed. The caller must then verify the
     export itself. The log has the reason, except if no GPU is free. Raises the errors of the function
@@ -125,7 +144,7 @@ def verify_on_free_gpus(
     actor = _started(device, number, reserved, share)
     try:
         while True:
-            asked = actor.num_needed.remote(num_parameters)
+            asked = actor.num_needed.remote(num_parameters, batch_bytes, num_free)
             if not ray.wait([asked], timeout=start_s)[0]:
                 log.warning(
                     "verification got no GPUs of this machine (%d) in %.0f s; the CPU computes", number, start_s

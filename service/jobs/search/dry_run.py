@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -31,6 +32,7 @@ from workers.engines.transformers.outlines import outline
 from workers.errors import InvalidModel
 from workers.models.family import open_sources
 from workers.models.remote import is_metadata_only, named
+from workers.models.remote.snapshots import read_record
 
 __all__ = ["CheckedPlan", "check", "checked_plan"]
 
@@ -211,7 +213,7 @@ def check(
     `profile` is None, the study is planned for this machine or for the machines in the study file; too little memory is
     then a problem of the study. Raises InvalidStudy with every problem.
     """
-    study = _outlined(study) if metadata_only else study
+    given, study = study, _outlined(study) if metadata_only else study
     with TemporaryDirectory() as temporary:
         export_dir = directory / EXPORT if exports else None
         with nullcontext() if profile is None else planned_for(profile.machines):
@@ -225,7 +227,14 @@ def check(
                 allows_lack=profile is not None,
             )
             used = _samples_used(directory)
-            return checked_plan(study, preflight, directory, profile=profile, samples_used=used)
+            return checked_plan(
+                study,
+                preflight,
+                directory,
+                profile=profile,
+                samples_used=used,
+                download_bytes=preflight.models.absent_bytes + _bytes_of_outlines(given, study),
+            )
 
 
 def _outlined(study: Study) -> Study:
@@ -252,6 +261,13 @@ def _outlined(study: Study) -> Study:
     return study.model_copy(update={"models": changed})
 
 
+def _bytes_of_outlines(given: Study, study: Study) -> int:
+    """Bytes of the hub models in the study `given` that `study` has as outlines, because their weights are not here."""
+    models = zip(*((each.models.base, *each.models.named.values()) for each in (given, study)), strict=True)
+    absent = {outlined for model, outlined in models if outlined != model and not os.path.isdir(model)}
+    return sum(sum(read_record(Path(outlined)).sizes.values()) for outlined in absent)
+
+
 def checked_plan(
     study: Study,
     preflight: PreflightResult,
@@ -259,11 +275,14 @@ def checked_plan(
     *,
     profile: MachineProfile | None = None,
     samples_used: int = 0,
+    download_bytes: int | None = None,
 ) -> CheckedPlan:
     """Compute the expected cost of a checked study.
 
     `directory` is on the disk to which models are written. `profile` describes the machines; None means the machines
     for which the study was checked. `samples_used` is the number of samples that earlier runs of the study have used.
+    `download_bytes` is the size of the weights that must be downloaded; by default that of the models' weights that are
+    known not to be on this machine.
     """
     places = [model.directory for model in preflight.models.family.models]
     memory = preflight.memory
@@ -279,6 +298,7 @@ def checked_plan(
         steps=_steps(preflight),
         lacks=tuple(str(problem) for problem in preflight.lacks),
         lengths=lengths,
+        download_bytes=preflight.models.absent_bytes if download_bytes is None else download_bytes,
     )
     infos = preflight.tasks.holdout_infos
     scored = {b.name: float(preflight.num_scored_on(b) * b.facts.num_samples) for b in preflight.tasks.benchmarks}

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.spaces.base import AlignedSpace, LayeredSpace
@@ -17,6 +18,7 @@ from service.store.artifacts import ArtifactStore
 from service.studies.preflight.examine import built_space
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import with_revisions
+from service.studies.preflight.resources import merges_parts
 from service.types import JobRecord
 from workers.models.family import resolve_family
 from workers.types import Family
@@ -48,7 +50,8 @@ def engine_models(
         raise InvalidStudy(tuple(problems))
     # An engine of the study, which may still run, is an engine with the same options.
     family = sources.family
-    options = study.engine.options.model_copy(update={"gpu_share_left": resolved.gpu_share_left})
+    left: dict[str, Any] = {"gpu_share_left": resolved.gpu_share_left, "merges_parts": merges_parts(study, sources)}
+    options = study.engine.options.model_copy(update=left)
     if isinstance(space, AlignedSpace) and space.alignment != "none":
         own = str(alignments_dir(job_dir(data_dir, record.id)).resolve())
         family = replace(family, alignments_dir=artifacts.remote or own)

@@ -6,13 +6,14 @@ Source weights are placed as the engine places them (`workers.engines.vllm.memor
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from service.disk import gib
 from service.studies.planning.profiles import MachineProfile
-from service.studies.preflight.resources import OF_SEVERAL, scored_methods, uses_statistics
+from service.studies.preflight.resources import OF_SEVERAL, merges_parts, scored_methods, uses_statistics
+from workers.engines.transformers.batches import BATCH, batch_bytes, fitting_batch
 from workers.engines.vllm.memory import (
     CONTEXT_BYTES,
     MAX_NUM_SEQS,
@@ -28,7 +29,7 @@ from workers.engines.vllm.memory import (
 )
 from workers.engines.vllm.paths.sizes import path_requirements
 from workers.errors import EngineUnavailable
-from workers.serving.gpu_verification import BYTES_PER_PARAMETER
+from workers.serving.gpu_verification import WEIGHT_BYTES, verification_bytes
 from workers.types import Placement
 
 if TYPE_CHECKING:
@@ -80,6 +81,7 @@ class StudyPlacement:
         host_capacity: Usable bytes of each host.
         verification_gpus: Number of GPUs without an engine, on the machine with most engines, that verify merges; 0 if
             the CPU verifies.
+        verified_together: Number of samples that a verification completes at once.
         num_parameters: Number of parameters of a merge.
         lacks: Parts of the study that do not fit, with advice that would make them fit; empty if the study fits.
     """
@@ -93,6 +95,7 @@ class StudyPlacement:
     gpu_capacity: int
     host_capacity: int
     verification_gpus: int
+    verified_together: int
     num_parameters: int
     lacks: tuple[str, ...]
 
@@ -117,6 +120,7 @@ def place_study(
     gpu_share_left: float = 0.0,
     max_layers: int = 0,
     aligns: bool = False,
+    verified: Sequence[tuple[int, int]] = (),
 ) -> StudyPlacement:
     """Place the engines and the gradients of a study on machines of a profile, and compute the memory that each needs.
 
@@ -131,6 +135,8 @@ def place_study(
         gpu_share_left: Share of its GPU's memory that each engine leaves to gradients and verification.
         max_layers: Number of layers of the longest merge if merges have any number of layers, else 0.
         aligns: Whether merges may have alignments between layers.
+        verified: Lengths of the samples that a verification completes: tokens of the prompt, and most tokens of the
+            answer.
     """
     ranks = study.engine.tensor_parallel_size
     on_gpus = profile.gpus > 0
@@ -218,17 +224,25 @@ def place_study(
         taken = left_bytes if is_beside else gradient_gpu_bytes
         parts.append(Part(name, place, 0 if on_cpu else taken, memory.gradient_bytes))
     # After the search, when GPUs and memory of gradients are free again.
-    verifying = gpus_to_verify(sources.num_parameters, profile)
+    batch = batch_bytes(sources.base.settings, verified)
+    least, enough = (gpus_to_verify(sources.num_parameters, profile, size) for size in (0, batch))
+    unused = profile.gpus - engines * ranks
+    # As the program does at run time: rather fewer samples at once than the CPU.
+    verifying = enough if enough <= unused else unused if least <= unused else 0
+    room = verifying * (profile.gpu_bytes - CONTEXT_BYTES)
     # Merges with alignments are verified by the engine's process, on the CPU.
     is_on_share = False
-    if not verifies or aligns or engines * ranks + verifying > profile.gpus:
-        needed = BYTES_PER_PARAMETER * sources.num_parameters + CONTEXT_BYTES
-        is_on_share = verifies and not aligns and left_bytes >= needed
+    if not verifies or aligns or not verifying:
+        room = left_bytes - CONTEXT_BYTES
+        is_on_share = verifies and not aligns and room >= verification_bytes(sources.num_parameters)
         verifying = 1 if is_on_share else 0
+    room_beside = room - WEIGHT_BYTES * sources.num_parameters
+    together = fitting_batch(sources.base.settings, verified, room_beside) if verifying else BATCH
     if verifies:
         held = memory.gradient_bytes if gradients is not None else 0
         free = "a GPU without an engine" if verifying == 1 else f"{verifying} GPUs without an engine"
-        on_each = math.ceil(BYTES_PER_PARAMETER * sources.num_parameters / verifying) if verifying else 0
+        taken = min(room, verification_bytes(sources.num_parameters, batch))
+        on_each = math.ceil(taken / verifying) if verifying else 0
         name = "verification"
         if is_on_share and is_beside:
             free = "one engine's GPU, in the memory of gradients"
@@ -246,6 +260,7 @@ def place_study(
         capacity,
         host_capacity,
         verifying,
+        together,
         sources.num_parameters,
         (),
     )
@@ -256,10 +271,13 @@ def _on_share(num_bytes: int, share: float) -> str:
     return f"one engine's GPU: {gib(num_bytes)} of the {100 * share:.0f} % of its GPU that each engine leaves"
 
 
-def gpus_to_verify(num_parameters: int, profile: MachineProfile) -> int:
-    """Number of GPUs of `profile` that verify a merge of `num_parameters` parameters together; 1 if it has no GPUs."""
+def gpus_to_verify(num_parameters: int, profile: MachineProfile, batch_bytes: int = 0) -> int:
+    """Number of GPUs of `profile` that verify a merge of `num_parameters` parameters together; 1 if it has no GPUs.
+
+    `batch_bytes` is the memory of the samples that are completed at once. Without it, the result is the least number.
+    """
     usable = profile.gpu_bytes - CONTEXT_BYTES
-    return math.ceil(BYTES_PER_PARAMETER * num_parameters / usable) if usable > 0 else 1
+    return math.ceil(verification_bytes(num_parameters, batch_bytes) / usable) if usable > 0 else 1
 
 
 def _requirements(
@@ -284,6 +302,7 @@ def _requirements(
         "dtype": dtype,
         "max_length": engine.max_model_len,
         "ranks": engine.tensor_parallel_size,
+        "merges_parts": merges_parts(study, sources),
     }
     if not max_layers:
         return memory_requirements(sources, **options), []

@@ -12,7 +12,7 @@ from service.studies.planning.facts import ModelFacts, facts_of
 from service.studies.planning.placement import StudyPlacement, place_study
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.roofline import CPU, GPU, PATHS_ON_GPU, TRANSFORMERS_ON_GPU, Device, Speeds
-from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths
+from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths, verified_lengths
 from service.studies.preflight.gradients import gradient_gpu_bytes
 from workers.engines.vllm.memory import kv_token_bytes, value_bytes
 
@@ -70,16 +70,18 @@ def plan_of(
     steps: tuple[int, int],
     lacks: tuple[str, ...] = (),
     lengths: StudyLengths | None = None,
+    download_bytes: int = 0,
 ) -> StudyPlan:
     """Plan a checked study: the memory and the hours that it takes on given machines.
 
     `preflight` is the checked study, `sources` are its models, `profile` describes the machines, and `dtype` is the
     dtype of the engines. `steps` has the number of gradient steps, and the number of samples of each step. `lacks` has
     the reasons, found by the checks, why the study does not fit the machines. `lengths` are the lengths of the study's
-    samples; by default they are measured.
+    samples; by default they are measured. `download_bytes` is the size of the weights that must be downloaded first.
     """
     study, gradients = preflight.study, preflight.gradients
     facts = facts_of(sources)
+    lengths = study_lengths(preflight, sources.result_dir) if lengths is None else lengths
     # Layers of the longest merge, where merges have any number of layers.
     max_layers = 0 if preflight.models.size is None else preflight.models.size.max_layers
     space = preflight.space
@@ -96,8 +98,10 @@ def plan_of(
         gpu_share_left=preflight.gpu_share_left,
         max_layers=max_layers if sources.modality.runs_on_vllm else 0,
         aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
+        verified=verified_lengths(preflight, lengths),
     )
-    threads = study.engine.tensor_parallel_size if profile.gpus else _threads(profile, study.engine.replicas)
+    of_engine = _threads(profile, study.engine.num_gpus)
+    threads = study.engine.tensor_parallel_size if profile.gpus else of_engine
     speeds = engine_speeds(
         facts,
         profile,
@@ -112,12 +116,9 @@ def plan_of(
     if profile.gpus and max_layers and sources.modality.runs_on_vllm:
         speeds = replace(speeds, device=replace(speeds.device, calibration=PATHS_ON_GPU))
     deepest = replace(speeds, facts=facts.deepened(max_layers) if max_layers else facts)
-    host = engine_speeds(
-        facts,
-        replace(profile, gpus=0),
-        config=sources.base.settings,
-        dtype="float32",
-        threads=max(1, profile.cores - 1),
+    all_threads, threads_of_engine = (
+        engine_speeds(facts, replace(profile, gpus=0), config=sources.base.settings, dtype="float32", threads=number)
+        for number in (max(1, profile.cores - 1), of_engine)
     )
     verification_speeds = None
     if placement.verification_gpus:
@@ -129,17 +130,21 @@ def plan_of(
         # Gradients read the copy in host memory that engines share, if there is one.
         bank = "host" if placement.bank == "host" else "mapped"
         gradient_speeds = (
-            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank) if on_gpu else host
+            engine_speeds(facts, profile, config=sources.base.settings, dtype=dtype, bank=bank)
+            if on_gpu
+            else all_threads
         )
     phases = phases_of(
         preflight,
-        study_lengths(preflight, sources.result_dir) if lengths is None else lengths,
+        lengths,
         speeds=speeds,
         deepest=deepest,
         gradient_speeds=gradient_speeds,
-        host_speeds=host,
+        host_speeds=threads_of_engine,
         steps=steps,
         verification_speeds=verification_speeds,
+        verified_together=placement.verified_together,
+        download_s=download_bytes / profile.network_bandwidth,
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
@@ -209,10 +214,10 @@ def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
     return not is_whole and ON_CUDA.issuperset(study.search_space.merge_methods)
 
 
-def _threads(profile: MachineProfile, replicas: int) -> int:
-    """Number of threads of each engine on machines without GPUs.
+def _threads(profile: MachineProfile, processes: int) -> int:
+    """Number of threads for arithmetic on the CPU of each process of the study's engines, `processes` in number.
 
-    The engines, `replicas` in number, are divided equally between the machines of `profile`. One core of each machine
-    is left to other processes.
+    The processes get equal shares of one machine's cores, without one core, also if they run on several machines
+    (function `workers.serving.deployment.deploy_scorer`).
     """
-    return max(1, (profile.cores - 1) // max(1, -(-replicas // profile.nodes)))
+    return max(1, (profile.cores - 1) // processes)

@@ -34,6 +34,7 @@ class MachineProfile:
         core_bandwidth: Bytes per second that one core copies, read and written together.
         host_bandwidth: Bytes per second that all cores copy together, read and written together.
         disk_bandwidth: Bytes per second at which models are read from disk.
+        network_bandwidth: Bytes per second at which models are downloaded.
         price: Price of a GPU for an hour, or of a machine without GPUs; None if it is not known.
         nodes: Number of such machines.
         source: Source of the figures.
@@ -53,6 +54,7 @@ class MachineProfile:
     core_bandwidth: float = 12e9
     host_bandwidth: float = 200e9
     disk_bandwidth: float = 2e9
+    network_bandwidth: float = 250e6
     price: float | None = None
     nodes: int = 1
     source: str = ""

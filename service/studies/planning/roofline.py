@@ -13,6 +13,7 @@ import math
 from dataclasses import dataclass, replace
 
 from service.studies.planning.facts import ModelFacts
+from workers.engines.transformers.batches import BATCH
 
 __all__ = [
     "CPU",
@@ -111,6 +112,10 @@ GPU = Calibration(
 # layer paths, and transformers, which verifies merges.
 PATHS_ON_GPU = replace(GPU, layer_s=2e-4)
 TRANSFORMERS_ON_GPU = replace(GPU, layer_s=7e-4)
+
+# Bytes per second of one core, as measured on the machine of docs/measurements.md: sha256, and the search for NaN and
+# infinity in bfloat16.
+HASHED_PER_S, SCANNED_PER_S = 1.4e9, 7e9
 
 
 @dataclass(frozen=True)
@@ -224,10 +229,18 @@ class Speeds:
         return self.merge_s + own.packing * self.model_bytes / self.device.bandwidth
 
     @property
+    def check_s(self) -> float:
+        """Seconds to read all sources twice before the first engine starts: for fingerprints, and for NaN and infinity.
+
+        Results are kept, so that a later study of the same files need not read them.
+        """
+        return sum(self.facts.bank_bytes / min(self.disk_bandwidth, speed) for speed in (HASHED_PER_S, SCANNED_PER_S))
+
+    @property
     def start_s(self) -> float:
         """Seconds from the start of an engine's process to its first request."""
         own = self.device.calibration
-        loading = (self.facts.bank_bytes + self.model_bytes) / self.disk_bandwidth
+        loading = self.facts.bank_bytes / self.disk_bandwidth  # an engine begins with random weights
         moving = own.start_reads * self.model_bytes / self.device.bandwidth
         passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
         return own.start_s + loading + moving + passes + self.swap_s
@@ -250,18 +263,27 @@ class Speeds:
             + (1 + num_passes) * self.merge_s
         )
 
-    def verification_s(self, work: Work, *, on: Speeds | None = None) -> float:
+    def verification_s(self, work: Work, *, compared: float, together: int = BATCH, on: Speeds | None = None) -> float:
         """Estimate the seconds of a verification: a merge is exported, loaded with transformers in float32, and scored.
 
-        `work` has the number of samples that are scored and their lengths in tokens. The host's CPU exports the merge,
-        so the estimate holds for a `Speeds` whose field `device` is that CPU. `on` has the speeds of the device that
-        scores the samples; None means the same CPU.
+        `work` has the number of samples that are scored and their lengths in tokens. Transformers reads the prompts of
+        at most `together` samples in one pass, and then generates their answers together. The texts of `compared`
+        samples are read once more, one after the other. The host's CPU exports the merge, so the estimate holds for a
+        `Speeds` whose field `device` is that CPU. `on` has the speeds of the device that scores the samples; None means
+        the same CPU.
         """
-        own, facts, passes = self.device.calibration, self.facts, on or self
+        own, facts, passes, tokens = self.device.calibration, self.facts, on or self, work.tokens
         full = facts.parameters * 4
-        tokens, together = work.tokens, 1.0
-        reading = passes.pass_s(tokens.read, context=tokens.read / 2, logits=together, read_bytes=full)
-        step = passes.pass_s(1, context=tokens.read, logits=together, read_bytes=full)
-        scored = work.samples * (2 * reading + tokens.answered * step)
+        batches = math.ceil(work.samples / together)
+        texts = work.samples / max(1, batches)
+        reading = passes.pass_s(texts * tokens.read, context=tokens.read / 2, logits=texts, read_bytes=full)
+        context = tokens.read + tokens.answered / 2
+        # Keys and values are copied for each token, as the cache grows, then repeated for each query head, and read.
+        repeated = 2 * facts.attention
+        cached = texts * context * (3 * passes.kv_bytes + 2 * repeated)
+        step = passes.pass_s(texts, context=context, logits=texts, read_bytes=full + cached)
+        whole = tokens.read + tokens.answered
+        again = passes.pass_s(whole, context=whole / 2, logits=whole, read_bytes=full)
+        scored = batches * (reading + max(0.0, tokens.answered - 1) * step) + compared * again
         written = own.verify_reads * full / self.device.bandwidth + 2 * self.model_bytes / self.disk_bandwidth
         return passes.device.calibration.verify_s + self.swap_s + self.merge_s + written + scored

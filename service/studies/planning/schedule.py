@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
 from service.studies.planning.roofline import SampleTokens, Speeds, Work
 from service.studies.preflight.resources import GradientPlace
+from workers.engines.transformers.batches import BATCH, TEXTS_READ
 from workers.errors import InvalidTask
 from workers.evaluation.lengths import Lengths, lengths_of
 from workers.evaluation.prompts import Prompts
@@ -21,7 +22,7 @@ from workers.evaluation.prompts import Prompts
 if TYPE_CHECKING:
     from service.studies.preflight.result import PreflightResult
 
-__all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study_lengths"]
+__all__ = ["Bounds", "Phase", "StudyLengths", "mean_tokens", "phases_of", "study_lengths", "verified_lengths"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,24 @@ def study_lengths(preflight: PreflightResult, result_dir: str) -> StudyLengths:
     return StudyLengths(**found)
 
 
+def verified_lengths(preflight: PreflightResult, lengths: StudyLengths) -> list[tuple[int, int]]:
+    """Mean tokens of the prompt, and the largest number of tokens of the answer, of each sample of a verification.
+
+    The list is empty if the checked study (`preflight`) verifies nothing.
+    """
+    return [
+        (math.ceil(lengths.objectives[name].read), math.ceil(lengths.objectives[name].limit))
+        for name, number in _verified_samples(preflight, lengths).items()
+        for _ in range(number)
+    ]
+
+
+def _verified_samples(preflight: PreflightResult, lengths: StudyLengths) -> dict[str, int]:
+    """Number of samples of each objective that are verified, keyed by objective; empty if nothing is verified."""
+    verify, full = preflight.study.engine.verify, preflight.budget.rung_samples[-1]
+    return {} if verify is False else {name: min(verify.samples, full[name]) for name in lengths.objectives}
+
+
 def phases_of(
     preflight: PreflightResult,
     lengths: StudyLengths,
@@ -101,6 +120,8 @@ def phases_of(
     host_speeds: Speeds,
     steps: tuple[int, int],
     verification_speeds: Speeds | None = None,
+    verified_together: int = BATCH,
+    download_s: float = 0.0,
 ) -> tuple[Phase, ...]:
     """The phases of a study, with their seconds, in the order of running.
 
@@ -110,12 +131,16 @@ def phases_of(
         speeds: Speeds of the engines.
         deepest: Speeds of the engines for merges with the largest number of layers.
         gradient_speeds: Speeds of the device that computes gradients; None if no gradients are computed.
-        host_speeds: Speeds of the host's CPU.
+        host_speeds: Speeds of the CPU's threads of one engine, which export merges for verification.
         steps: Number of gradient steps, and number of samples of each step.
-        verification_speeds: Speeds of the device that computes verifications; None for the host's CPU.
+        verification_speeds: Speeds of the device that computes verifications; None for the CPU's threads of one engine.
+        verified_together: Number of samples of which a verification generates the answers at once.
+        download_s: Seconds in which weights that are not on the machine are downloaded.
     """
     replicas = preflight.study.engine.replicas
-    phases = [Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas)]
+    phases = [Phase("download", 1, Bounds(download_s, download_s), 1)] if download_s else []
+    phases.append(Phase("check", 1, Bounds(speeds.check_s, speeds.check_s), 1))
+    phases.append(Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas))
 
     def scored(name: str, number: float, samples: Mapping[str, float], known: Mapping[str, Lengths]) -> None:
         least, most = _work(samples, known)
@@ -151,9 +176,10 @@ def phases_of(
         scored(f"benchmark {benchmark.name}", preflight.num_scored_on(benchmark), samples, lengths.benchmarks)
     verify = preflight.study.engine.verify
     if verify is not False and lengths.objectives:
-        share = {name: float(verify.samples) for name in lengths.objectives}
-        least, most = _work(share, lengths.objectives)
-        bounds = Bounds(*(host_speeds.verification_s(work, on=verification_speeds) for work in (least, most)))
+        share = _verified_samples(preflight, lengths)
+        compared = sum(min(number, TEXTS_READ) for number in share.values())
+        options: dict[str, Any] = {"compared": compared, "together": verified_together, "on": verification_speeds}
+        bounds = Bounds(*(host_speeds.verification_s(work, **options) for work in _work(share, lengths.objectives)))
         phases.append(Phase("verification", verify.trials, bounds, 1))
     return tuple(phases)
 

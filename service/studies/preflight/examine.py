@@ -44,7 +44,7 @@ from service.studies.preflight.models import (
     start_probe,
 )
 from service.studies.preflight.recipes import given_recipes
-from service.studies.preflight.resources import check_devices, check_memory, machines_for, plan_memory
+from service.studies.preflight.resources import check_devices, check_memory, machines_for, merges_parts, plan_memory
 from service.studies.preflight.result import (
     PreflightResult,
     StudyBudget,
@@ -250,6 +250,7 @@ def _examine(
         memory=memory,
         gradients=gradients,
         gpu_share_left=gpu_share_left,
+        merges_parts=merges_parts(study, sources),
         entropies=losses.entropies,
         access=access,
         recipes=recipes,

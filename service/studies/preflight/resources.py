@@ -40,6 +40,7 @@ __all__ = [
     "gradient_model_bytes",
     "gradient_value_bytes",
     "machines_for",
+    "merges_parts",
     "plan_memory",
     "scored_methods",
     "uses_statistics",
@@ -299,6 +300,22 @@ def scored_methods(study: Study, sources: ResolvedFamily) -> frozenset[str]:
     )
     merges = (merge for baseline in baselines for merge in baseline.recipe.merges())
     return frozenset(study.search_space.merge_methods).union(merge.method for merge in merges)
+
+
+def merges_parts(study: Study, sources: ResolvedFamily) -> bool:
+    """Whether an engine on several GPUs computes all merges of a study in parts: on each GPU, the part that it holds.
+
+    This requires a CUDA kernel for each merge method. Methods are excluded that need statistics which a GPU computes
+    from whole tensors; those of magnitudes are computed on the CPU. Adapters among the models `sources` are excluded
+    too, because their tensors are computed as a whole.
+    """
+    from workers.merging.kernels.lowering import ON_CUDA
+    from workers.merging.methods.plain import PLAIN
+
+    is_whole = getattr(study.search_space, "trim", "tensor") == "model"  # thresholds of whole models
+    if study.engine.tensor_parallel_size == 1 or is_whole or any(view.base for view in sources.views.values()):
+        return False
+    return all(name in ON_CUDA and PLAIN[name].uses <= {"magnitudes"} for name in scored_methods(study, sources))
 
 
 def gradient_model_bytes(sources: ResolvedFamily, value_bytes: int, *, max_layers: int = 0) -> int:

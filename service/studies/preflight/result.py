@@ -182,6 +182,7 @@ class PreflightResult:
         memory: Memory that the study needs.
         gradients: Where gradients are computed; None if no gradients are needed.
         gpu_share_left: Share of its GPU's memory that each engine leaves to gradients and verification.
+        merges_parts: Whether each GPU of an engine merges only the part of a tensor that it holds.
         entropies: Objectives whose gradients are the gradients of the entropy of predictions.
         access: Files that the study may read; None for all.
         start: Checkpoints of another study from which the searcher's policies (networks) start; empty if the policies
@@ -203,6 +204,7 @@ class PreflightResult:
     memory: MemoryPlan
     gradients: GradientPlace | None = None
     gpu_share_left: float = 0.0
+    merges_parts: bool = False
     entropies: tuple[str, ...] = ()
     access: FileAccess | None = None
     start: tuple[bytes, ...] = ()
@@ -222,7 +224,7 @@ class PreflightResult:
 
         The option `max_layers` is set only in search spaces whose merges may have any number and order of layers.
         """
-        further: dict[str, Any] = {"gpu_share_left": self.gpu_share_left}
+        further: dict[str, Any] = {"gpu_share_left": self.gpu_share_left, "merges_parts": self.merges_parts}
         if isinstance(self.space, LayeredSpace):
             further["max_layers"] = self.space.max_layers
         return self.study.engine.options.model_copy(update=further)

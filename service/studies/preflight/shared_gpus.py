@@ -11,9 +11,11 @@ from collections.abc import Sequence
 from search_spaces.study.file import Study
 from service.engine_machines import EngineMachines
 from service.studies.preflight.dtype import engine_dtype
+from workers.engines.transformers.batches import BATCH, batch_bytes
 from workers.engines.vllm.memory import (
     CONTEXT_BYTES,
     MANY_TEXTS,
+    TEXT_TOKENS,
     MemoryRequirements,
     free_for_engine,
     memory_requirements,
@@ -22,7 +24,7 @@ from workers.engines.vllm.memory import (
 from workers.engines.vllm.paths.sizes import path_requirements
 from workers.errors import EngineUnavailable
 from workers.models.family import ResolvedFamily
-from workers.serving.gpu_verification import BYTES_PER_PARAMETER
+from workers.serving.gpu_verification import verification_bytes
 
 __all__ = ["SharedGpu", "share_with_verification"]
 
@@ -116,13 +118,23 @@ def share_with_verification(
     verifies nothing, if merges may have alignments (which the engine's process verifies), or if an engine beside the
     larger share would serve few texts at once, or could no longer keep the sources on its GPU. `machines` are the
     groups of machines that can run engines. The other arguments are as in the class `SharedGpu`.
+
+    The share has room for the keys and values of the samples that are completed at once, whose texts are assumed to
+    have TEXT_TOKENS tokens, but not more than the engine's largest length. If such a share is too large, the share has
+    room for half as many samples, and so on.
     """
     free = sum(group.num_gpus * group.most for group in machines) - study.engine.num_gpus
     total = SharedGpu.smallest(machines)
     if free > 0 or total is None or study.engine.verify is False or aligns or not SharedGpu.may_share(study, sources):
         return share
     gpu = SharedGpu(study, sources, total, max_layers=max_layers, aligns=aligns)
-    verifying = gpu.share_of(BYTES_PER_PARAMETER * sources.num_parameters)
-    if verifying <= share or not gpu.can_leave(verifying, MANY_TEXTS):
-        return share
-    return verifying if gpu.holds_sources(verifying) or not gpu.holds_sources(share) else share
+    num_tokens = min(TEXT_TOKENS, study.engine.max_model_len)
+    most = min(BATCH, study.engine.verify.samples * len(study.scored_objectives))
+    for halved in range(most.bit_length()):
+        batch = batch_bytes(sources.base.settings, [(num_tokens, 0)] * (most >> halved))
+        verifying = gpu.share_of(verification_bytes(sources.num_parameters, batch))
+        if verifying <= share:
+            return share
+        if gpu.can_leave(verifying, MANY_TEXTS) and (gpu.holds_sources(verifying) or not gpu.holds_sources(share)):
+            return verifying
+    return share

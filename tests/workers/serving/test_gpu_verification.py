@@ -23,7 +23,7 @@ from workers.evaluation.prompts import Prompts
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
 from workers.serving import gpu_verification
-from workers.serving.gpu_verification import GpuVerifier, verify_on_free_gpus
+from workers.serving.gpu_verification import GpuVerifier, verification_bytes, verify_on_free_gpus
 from workers.types import Family, Span, TaskSpec
 
 OPTIONS = EngineOptions(max_model_len=64)
@@ -161,10 +161,26 @@ def test_as_many_gpus_as_hold_the_model(monkeypatch: pytest.MonkeyPatch) -> None
     assert GpuVerifier("cuda", 1, 0.06).num_needed(2**30) == 2
 
 
+def test_batches_are_halved_rather_than_left_to_the_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Keys and values of a batch may need more GPUs than the weights, but only if these are free."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda index: (41 * 10**9, 80 * 10**9))
+    parameters, batch = 8 * 10**9, 32 * 1500 * 262_144
+    assert verification_bytes(parameters) == verification_bytes(parameters, 8 * 10**9) == 40 * 10**9
+    assert verification_bytes(parameters, batch) == 32 * 10**9 + batch
+    one = GpuVerifier("cuda", 1)
+    assert one.num_needed(parameters, batch) == one.num_needed(parameters, batch, 8) == 2
+    assert one.num_needed(parameters, batch, 1) == 1
+    assert one.num_needed(parameters, 10 * batch, 3) == 3
+    assert one.num_needed(2 * parameters, batch, 1) == 2, "the weights have no room"
+    # In the share of an engine there is one GPU.
+    assert GpuVerifier("cuda", 1, 0.51).num_needed(parameters, batch, 1) == 1
+
+
 class TwoNeeded(GpuVerifier):
     """A verifier on CPUs whose models need two devices."""
 
-    def num_needed(self, num_parameters: int) -> int | str:
+    def num_needed(self, num_parameters: int, batch_bytes: int = 0, num_free: int | None = None) -> int | str:
         return 2
 
 

@@ -7,6 +7,7 @@ log-probabilities.
 from __future__ import annotations
 
 import inspect
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -15,6 +16,7 @@ import torch
 
 from search_spaces.study.engine import EngineOptions
 from workers.engines.logits import bad_rows, in_words
+from workers.engines.transformers.batches import BATCH
 from workers.errors import EvidenceMismatch, InvalidTask
 from workers.evaluation.prompts import Completion, Continuation, Generation, Prompts
 
@@ -29,7 +31,7 @@ __all__ = [
     "whole_characters",
 ]
 
-BATCH = 64  # texts at once: bounds memory, not speed
+log = logging.getLogger(__name__)
 
 # Eager attention: transformers' default silently ignores Gemma-2's cap on attention scores.
 ATTENTION = "eager"
@@ -64,21 +66,40 @@ class Reference:
     ) -> list[Completion]:
         """Generate greedy completions in batches, and return them in the order of `requests`.
 
-        After each batch, `finished` is called, if it is not None, with (index, completion) for each request of the
-        batch. Raises InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be
-        repeated.
+        A batch for which a GPU has too little memory is halved, and so are all later batches. After each batch,
+        `finished` is called, if it is not None, with (index, completion) for each request of the batch. Raises
+        InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be repeated.
+        Raises OutOfMemoryError if a GPU has too little memory for a single text.
         """
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")
         order = sorted(range(len(requests)), key=lambda i: len(requests[i].tokens))
         completions: dict[int, Completion] = {}
-        for start in range(0, len(order), BATCH):
-            batch = order[start : start + BATCH]
-            for index, completion in zip(batch, self._generate([requests[i] for i in batch]), strict=True):
+        most = BATCH
+        while batch := order[len(completions) : len(completions) + most]:
+            found = self._generate_if_room([requests[i] for i in batch])
+            if found is None:
+                most = (len(batch) + 1) // 2
+                log.warning("a GPU has too little memory for a batch of %d texts; halved", len(batch))
+                torch.cuda.empty_cache()
+                continue
+            for index, completion in zip(batch, found, strict=True):
                 completions[index] = completion
                 if finished is not None:
                     finished(index, completion)
         return [completions[i] for i in range(len(requests))]
+
+    def _generate_if_room(self, requests: Sequence[Generation]) -> list[Completion] | None:
+        """The completions of a batch; None if a GPU has too little memory for it, and the batch can be halved.
+
+        When this method has returned None, the memory of the batch can be freed.
+        """
+        try:
+            return self._generate(requests)
+        except torch.OutOfMemoryError:
+            if len(requests) == 1:
+                raise
+            return None
 
     def loglikelihoods(self, requests: Sequence[Continuation]) -> list[tuple[float, bool]]:
         results = []

@@ -20,6 +20,7 @@ from typing import Any
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.transformers.backend import Reference, choice_gaps, logprobs, typical_difference, whole_characters
+from workers.engines.transformers.batches import TEXTS_READ
 from workers.engines.transformers.rounding import explained, rounding_bounds
 from workers.engines.transformers.tolerance import Tolerance, measured_tolerance
 from workers.errors import InvalidTask
@@ -29,7 +30,6 @@ from workers.types import SampleDifference, SampleResult, Span, VerificationRepo
 
 __all__ = ["nothing_to_compare", "texts_to_read", "verify"]
 
-TEXTS_READ = 8  # per objective: prompts with completions whose tokens' log-probabilities are compared
 COPIES = 5  # of the checkpoint's bytes in memory: an export, and its model in float32
 GIB = 1 << 30
 

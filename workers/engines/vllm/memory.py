@@ -67,7 +67,7 @@ class MemoryRequirements:
     - `bank`: the size of the sources as they are stored
     - `weights`: the size of the merged model; with several GPUs (`ranks`), the part of one GPU
     - `kv_token`: the size of one token's keys and values; with several GPUs, the part of one GPU
-    - `scratch`: the memory for merging the largest tensor; every GPU merges whole tensors
+    - `scratch`: the memory for merging the largest tensor; with several GPUs that merge parts, the memory of one GPU
     - `max_length`: the number of tokens of the longest text (not bytes)
     - `ranks`: the number of GPUs
     - `statistics`: the size of the statistics of source weights that merging caches, always in host memory
@@ -190,12 +190,20 @@ def _share(num_bytes: int, total: int) -> float:
 
 
 def memory_requirements(
-    sources: ResolvedFamily, *, config: Mapping[str, Any], dtype: str, max_length: int, ranks: int = 1
+    sources: ResolvedFamily,
+    *,
+    config: Mapping[str, Any],
+    dtype: str,
+    max_length: int,
+    ranks: int = 1,
+    merges_parts: bool = False,
 ) -> MemoryRequirements:
     """The memory that an engine for the models in `sources` needs on each GPU.
 
     `dtype` is the engine's dtype ("float32", ...), `config` is the configuration of the merged model, `max_length` is
-    the number of tokens of the longest text, and `ranks` is the number of GPUs.
+    the number of tokens of the longest text, and `ranks` is the number of GPUs. With `merges_parts`, a GPU merges only
+    the part of a tensor that it holds. It has memory for a whole result nevertheless, because vLLM's loader gets whole
+    tensors when it is asked which part that is.
     """
     models = sources.views
     size_of_value = value_bytes(dtype)
@@ -205,11 +213,14 @@ def memory_requirements(
         num_elements * (size_of_value + sum(DTYPE_BYTES[model.tensors[name].dtype] for model in models.values()))
         for name, num_elements in sizes.items()
     )
+    scratch = max(operands, default=0)
+    if merges_parts:
+        scratch = max(-(-scratch // ranks), max(sizes.values(), default=0) * size_of_value)
     return MemoryRequirements(
         bank=sources.stored_bytes,
         weights=sum(sizes.values()) * size_of_value // ranks,
         kv_token=kv_token_bytes(config, dtype, ranks),
-        scratch=max(operands, default=0),
+        scratch=scratch,
         max_length=max_length,
         ranks=ranks,
         statistics=statistics_bytes(sources),

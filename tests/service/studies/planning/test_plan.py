@@ -151,6 +151,34 @@ def test_gpus_without_an_engine_verify(planned: Planned) -> None:
     assert 4 * two[1] < one[1]
 
 
+def test_verification_on_the_cpu_has_the_threads_of_a_replica(planned: Planned) -> None:
+    """Eight engines on a machine leave each as many threads as the one of a machine with an eighth of the cores."""
+    name, seconds = "Llama-3-8B, 3 full experts", []
+    for number in (1, 8):
+        plan = planned(name, profile=f"rtx4090x{number}", engine={"replicas": number}).machine
+        assert any(part.place == "host CPU, after the search" for part in plan.placement.parts)
+        seconds.append(next(phase.seconds.most for phase in plan.phases if phase.name == "verification"))
+    assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+
+
+def test_keys_and_values_of_long_answers_are_planned(tmp_path: Path) -> None:
+    """Verification takes their memory where a GPU is free; in the share of an engine, fewer answers grow at once."""
+    parts, phases = {}, {}
+    for name, profile, tokens in (("short", "h100x2", 16), ("long", "h100x2", 1500), ("shared", "h100x1", 1500)):
+        task = {"file": "tasks.jsonl", "max_tokens": tokens}
+        objectives = [{"name": each, "task": task, "metric": "exact_match"} for each in ("sums", "words")]
+        example = EXAMPLES["Llama-3-8B, 3 full experts"]._replace(engine={})
+        study = example_study(tmp_path / name, example, objectives=objectives)
+        plan = check(study, tmp_path / name, metadata_only=True, profile=profile_named(profile)).machine
+        parts[name] = next(part for part in plan.placement.parts if part.name.startswith("verification"))
+        phases[name] = next(phase.seconds.most for phase in plan.phases if phase.name == "verification")
+    parameters = 8_030_261_248
+    assert parts["short"].gpu_bytes == 5 * parameters
+    assert parts["long"].gpu_bytes > 4 * parameters + 32 * 1500 * 262_144
+    assert parts["shared"].place.startswith("one engine's GPU")
+    assert phases["shared"] > 1.5 * phases["long"]
+
+
 def test_the_only_gpu_computes_gradients_too(planned: Planned) -> None:
     """Engine and gradients of a 7B model share a GPU of 80 GB, and verification follows the gradients there."""
     plan = planned("Qwen2.5-7B, 3 full experts").machine
@@ -291,6 +319,21 @@ def test_engines_of_paths_hold_a_pool_of_layers(planned: Planned, tmp_path: Path
     assert plan.placement.texts >= 128
     (lack,) = of(400).lacks
     assert "paths of up to 400 layers: one layer takes 0.436 GB, and the GPU has room for" in lack
+
+
+def test_gpus_of_one_engine_merge_their_parts(planned: Planned, tmp_path: Path) -> None:
+    """Methods with statistics of whole tensors, such as SLERP, need the memory of whole tensors; so do adapters."""
+    example = EXAMPLES["70B, tensor parallel 8"]
+
+    def merging(plan: StudyPlan) -> int:
+        return next(part.gpu_bytes for part in plan.placement.parts if part.name.startswith("merging one tensor"))
+
+    parts = merging(planned("70B, tensor parallel 8").machine)
+    assert parts == 128_256 * 8192 * 2, "a whole result; a part of all operands is smaller"
+    space = {"kind": "lfs", "methods": ["task_arithmetic", "slerp"]}
+    study = example_study(tmp_path, example, search_space=space, search={"algorithm": "smac", "max_trials": 4})
+    whole = check(study, tmp_path, metadata_only=True, profile=profile_named(example.profile)).machine
+    assert merging(whole) == 5 * parts
 
 
 def test_cost_is_that_of_the_gpu_hours(planned: Planned) -> None:

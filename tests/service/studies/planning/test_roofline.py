@@ -58,13 +58,20 @@ def test_fixed_costs_by_hand() -> None:
 
 
 def test_swap_and_start_by_hand() -> None:
-    """A swap reads every source once and writes the merge; a start loads sources and merge, and then swaps."""
+    """A swap reads every source once and writes the merge; a start loads the sources, and then swaps."""
     found = speeds(bandwidth=100.0, tensor_s=1.0, packing=3.0)
     assert found.merge_s == pytest.approx((6600 + 2200) / 100 + 5)
     assert found.swap_s == pytest.approx(found.merge_s + 3 * 2200 / 100)
     started = speeds(bandwidth=100.0, start_s=7.0, start_reads=2.0, start_tokens=10.0)
-    loading = (6600 + 2200) / 1e9
+    loading = 6600 / 1e9
     assert started.start_s == pytest.approx(7 + loading + 2 * 2200 / 100 + 10 * 2 * 1100 / 1e6 + started.swap_s)
+
+
+def test_check_by_hand() -> None:
+    """All sources are read twice, and hashed more slowly than a fast disk reads."""
+    assert speeds().check_s == pytest.approx(2 * 6600 / 1e9), "the disk of 1 GB/s is slower than both"
+    fast = replace(speeds(), disk_bandwidth=1e12)
+    assert fast.check_s == pytest.approx(6600 / 1.4e9 + 6600 / 7e9)
 
 
 def test_gradient_step_by_hand() -> None:
@@ -81,6 +88,29 @@ def test_gradient_step_by_hand() -> None:
         assert slow.step_s(work, recomputes=False, num_passes=passes) == pytest.approx(expected)
 
 
+def test_verification_by_hand() -> None:
+    """Answers of a batch grow together; a second batch begins after 64 samples, and compared texts are read alone."""
+    found = speeds(products=1e18, bandwidth=1e18, pass_s=1.0)
+    assert found.verification_s(Work(32, SampleTokens(5, 256)), compared=16) == pytest.approx(256 + 16, abs=1e-4)
+    assert found.verification_s(Work(64, SampleTokens(5, 256)), compared=16) == pytest.approx(256 + 16, abs=1e-4)
+    assert found.verification_s(Work(65, SampleTokens(5, 256)), compared=16) == pytest.approx(2 * 256 + 16, abs=1e-4)
+    halved = found.verification_s(Work(64, SampleTokens(5, 256)), compared=16, together=32)
+    assert halved == pytest.approx(2 * 256 + 16, abs=1e-4)
+    by_arithmetic = speeds(bandwidth=1e18).verification_s(Work(10, SampleTokens(read=6, answered=2)), compared=3)
+    operations = 2 * (60 * 1000 + 10 * 100) + 2 * (10 * 1000 + 10 * 100) + 3 * 2 * (8 * 1000 + 8 * 100)
+    assert by_arithmetic == pytest.approx(operations / 1e6, rel=1e-4)
+
+
+def test_a_step_of_verification_reads_keys_and_values() -> None:
+    """With long texts, the copies of keys and values take longer than the weights."""
+    found = replace(speeds(products=1e18, bandwidth=1e6), kv_bytes=10)
+    work = Work(8, SampleTokens(read=100, answered=3))
+    weights = (1 + 2) * 4 * 1100  # one pass over the prompts, two steps
+    cached = 2 * 8 * (100 + 3 / 2) * 3 * 10
+    others = found.verification_s(Work(0, work.tokens), compared=0)
+    assert found.verification_s(work, compared=0) - others == pytest.approx((weights + cached) / 1e6)
+
+
 @pytest.mark.parametrize("change", [{"products": 2e6}, {"bandwidth": 2e9}], ids=["products", "bandwidth"])
 def test_faster_devices_are_never_slower(change: dict[str, float]) -> None:
     """Twice the speed of products or memory makes no phase slower."""
@@ -90,7 +120,7 @@ def test_faster_devices_are_never_slower(change: dict[str, float]) -> None:
         assert getattr(fast, phase) <= getattr(slow, phase)
     assert fast.evaluation_s(work) <= slow.evaluation_s(work)
     assert fast.step_s(work, recomputes=True) <= slow.step_s(work, recomputes=True)
-    assert fast.verification_s(work) <= slow.verification_s(work)
+    assert fast.verification_s(work, compared=8) <= slow.verification_s(work, compared=8)
 
 
 def test_more_work_takes_longer() -> None:

@@ -84,6 +84,9 @@ def test_check_downloads_nothing(hub: Hub, root: Path) -> None:
     """A check says what will be downloaded and downloads none of it."""
     plan = check(study_of(root), root)
     assert plan.disk_bytes["download"] == size_of(hub, "math") + size_of(hub, "text")
+    phases = {phase.name: phase.elapsed_s.least for phase in plan.machine.phases}
+    assert phases["download"] == plan.disk_bytes["download"] / 250e6
+    assert phases["check"] > 0
     absent = [f"owner/{name}@{hub.repositories[f'owner/{name}'].head}" for name in EXPERTS]
     assert list(plan.absent_models) == absent
     assert f"of weights before it starts: {', '.join(absent)}; they are checked for NaN and infinity" in plan.to_text()
@@ -92,6 +95,7 @@ def test_check_downloads_nothing(hub: Hub, root: Path) -> None:
     plan = check(study_of(root), root)
     assert plan.disk_bytes["download"] == 0
     assert "download " not in plan.to_text()
+    assert "download" not in [phase.name for phase in plan.machine.phases]
 
 
 def test_posted_study_has_commits(hub: Hub, root: Path) -> None:
@@ -219,3 +223,5 @@ def test_plan_reads_no_weights(hub: Hub, root: Path) -> None:
     plan = check(study_of(root), root, metadata_only=True, profile=profile_named("h100x1"))
     assert plan.machine.fits
     assert not [file for file in hub.sent if "safetensors" in file]
+    (download,) = [phase.elapsed_s.least for phase in plan.machine.phases if phase.name == "download"]
+    assert 250e6 * download == pytest.approx(size_of(hub, "math") + size_of(hub, "text"), rel=0.01)

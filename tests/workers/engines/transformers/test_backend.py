@@ -1,3 +1,4 @@
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -16,6 +17,28 @@ OPTIONS = EngineOptions(max_model_len=128)
 @pytest.fixture(scope="module")
 def reference(tmp_path_factory: pytest.TempPathFactory) -> Reference:
     return Reference(str(tiny_llama(tmp_path_factory.mktemp("llama"), 4)), OPTIONS)
+
+
+def test_a_batch_without_room_is_halved(reference: Reference, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU with too little memory for a batch completes fewer texts at once; without room for one, it fails."""
+    requests = [Generation(tuple(reference.prompts.encode(f"{i}" * (1 + i % 7) + "=")), 5, ()) for i in range(20)]
+    expected = reference.generate(requests)
+    generate, sizes, room = reference._generate, list[int](), 6
+
+    def in_little_memory(batch: Sequence[Generation]) -> list[Completion]:
+        sizes.append(len(batch))
+        if len(batch) > room:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return generate(batch)
+
+    monkeypatch.setattr(reference, "_generate", in_little_memory)
+    finished: dict[int, Completion] = {}
+    assert reference.generate(requests, finished=finished.__setitem__) == expected
+    assert [finished[i] for i in range(20)] == expected
+    assert sizes == [20, 10, 5, 5, 5, 5]
+    room = 0
+    with pytest.raises(torch.OutOfMemoryError):
+        reference.generate(requests)
 
 
 def test_completions_are_those_of_transformers_own_generate(reference: Reference) -> None:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
@@ -202,6 +204,20 @@ def test_memory_of_one_rank() -> None:
     total = int((two.bank + two.scratch + two.engine(MANY_TEXTS)) / USABLE_SHARE) + 1
     assert divided(two, total).placements[0] == "gpu"
     assert divided(one, total).placements[0] == "host"
+
+
+def test_ranks_that_merge_parts_need_less_memory(untied_family: Family) -> None:
+    """A GPU has memory for its part of all operands of the largest tensor, and at least for a whole result."""
+    options: dict[str, Any] = {
+        "config": read_config(untied_family.base.directory),
+        "dtype": "bfloat16",
+        "max_length": 64,
+    }
+    sources = open_sources(untied_family)
+    whole = memory_requirements(sources, **options, ranks=2).scratch
+    assert memory_requirements(sources, **options, ranks=2, merges_parts=True).scratch == -(-whole // 2)
+    largest = max(math.prod(tensor.shape) for tensor in sources.base.tensors.values())
+    assert memory_requirements(sources, **options, ranks=64, merges_parts=True).scratch == 2 * largest
 
 
 def test_memory_that_others_use_is_not_given_out() -> None:

@@ -113,6 +113,7 @@ class PathContents(WeightContents):
             dtype=self.dtype,
             max_length=self.prompts.max_length,
             ranks=self.options.tensor_parallel_size,
+            merges_parts=self.options.merges_parts,
             max_layers=self.max_layers,
             aligns=self.aligns,
             gpu_free=gpu_free,

@@ -54,6 +54,7 @@ def path_requirements(
     aligns: bool,
     gpu_free: int,
     gpu_total: int,
+    merges_parts: bool = False,
 ) -> tuple[MemoryRequirements, int]:
     """The memory that an engine for layer paths needs on each GPU, and the number of layers in its pool.
 
@@ -66,7 +67,9 @@ def path_requirements(
     """
     size = value_bytes(dtype)
     config = {**config, "num_hidden_layers": max_layers}
-    needs = memory_requirements(sources, config=config, dtype=dtype, max_length=max_length, ranks=ranks)
+    needs = memory_requirements(
+        sources, config=config, dtype=dtype, max_length=max_length, ranks=ranks, merges_parts=merges_parts
+    )
     # Every rank has the whole residual stream, and therefore whole alignments.
     aligned = alignment_bytes(config, max_layers, size) if aligns else 0
     outside = outside_bytes(sources, size) // ranks + aligned

@@ -154,6 +154,7 @@ class WeightContents:
             dtype=self.dtype,
             max_length=self.prompts.max_length,
             ranks=self.options.tensor_parallel_size,
+            merges_parts=self.options.merges_parts,
         )
 
 
