@@ -23,11 +23,13 @@ from service.jobs.finetune.directory import (
     write_document,
 )
 from service.jobs.finetune.earlier_versions import read_spec, with_stored_defaults, written_as
+from service.jobs.finetune.gpu_memory import check_gpu_memory, largest_gpu_bytes
 from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
+from workers.training.finetuning.history import CHECKPOINTS
 from workers.training.finetuning.memory_plan import training_memory
 from workers.training.finetuning.spec import FinetuneSpec
 
@@ -74,7 +76,8 @@ def run_finetune(
     Raises:
         InvalidModel: The base model cannot be trained.
         InvalidTask: The data or a task cannot be used.
-        Conflict: The directory is used by another run or specification, or the cluster is too small.
+        Conflict: The directory is used by another run or specification, the cluster is too small, or the training does
+            not fit into the memory of its GPUs.
         ConnectionError: Ray cannot be reached.
         TrainingFailed: The training failed, and would fail again.
     """
@@ -97,11 +100,14 @@ def run_finetune(
             return summary
         note(f"Checking base model and data of {spec.name} ...")
         _check(spec, access)
-        write_document(directory / SPEC_FILE, written_as(spec, before))
-        (directory / FAILURE_FILE).unlink(missing_ok=True)
         with _ray(resources, note):
-            for line in _plan(spec, resources.cluster()):
+            cluster = resources.cluster()
+            _check_memory(spec, directory, cluster)
+            for line in _plan(spec, cluster):
                 note(line)
+            # Only now, so that a specification that was refused may change.
+            write_document(directory / SPEC_FILE, written_as(spec, before))
+            (directory / FAILURE_FILE).unlink(missing_ok=True)
             resources.fit(spec, directory, access, side_by_side)
         if (failure := read_document(directory / FAILURE_FILE)) is not None:
             raise FINAL[failure["error"]](failure["message"])
@@ -149,7 +155,10 @@ def run_fleet(
     with _ray(resources, note) if len(unfinished) > 1 else nullcontext():
         count = 1
         if len(unfinished) > 1:
-            count = num_side_by_side([specs[alias] for alias in unfinished], resources.cluster(), parallel)
+            cluster = resources.cluster()
+            for alias in unfinished:
+                _check_memory(specs[alias], directories[alias], cluster)
+            count = num_side_by_side([specs[alias] for alias in unfinished], cluster, parallel)
             if count > 1:
                 note(f"{count} of {len(unfinished)} experts train at the same time")
         begins(count)
@@ -227,6 +236,18 @@ def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:
     from workers.training.finetuning.trainer import check
 
     check(spec, access=access)
+
+
+def _check_memory(spec: FinetuneSpec, directory: Path, resources: Mapping[str, float]) -> None:
+    """Check that a training on GPUs fits into their memory, if this memory is known.
+
+    A training with a checkpoint in `directory` is not checked: it has run before. Raises Conflict if the training does
+    not fit, or if the cluster is too small for its workers.
+    """
+    if not trains_on_gpus(spec.workers, resources, spec.device) or any((directory / CHECKPOINTS).glob("*")):
+        return
+    if (capacity := largest_gpu_bytes(int(resources["GPU"]))) is not None:
+        check_gpu_memory(spec, capacity)
 
 
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
