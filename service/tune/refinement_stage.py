@@ -97,12 +97,21 @@ class _Path:
     preference: Mapping[str, float]
 
 
+# Between the two numbers in the label of a trial of the refinement.
+REFINED_FROM = ", refined from trial "
+
+
 def _refined_label(number: int, *, path: int) -> str:
     """The label of a trial of the refinement, such as "trial 40, refined from trial 31".
 
     The trial `number` has the layer path of the trial `path`, with refined coefficients.
     """
-    return f"trial {number}, refined from trial {path}"
+    return f"trial {number}{REFINED_FROM}{path}"
+
+
+def _refined_from(trial: TrialRecord) -> int:
+    """The number of the trial whose layer path a trial of the refinement has, read from its label."""
+    return int((trial.label or "").rpartition(REFINED_FROM)[2])
 
 
 class RefinementStage:
@@ -228,11 +237,10 @@ class RefinementStage:
         """The index of the next layer path (sequence of layers) to improve by gradients; None if all are done."""
         if self._is_stopped:
             return None
-        for index in range(len(self._paths or ())):
-            steps = [step for step in self._steps if _descent_of(step) == index]
-            added = self._trials.get(steps[-1].proposal) if steps else None
-            is_failed = any(step.result.failure is not None for step in steps if isinstance(step, MEASURED))
-            if added is None and not is_failed:
+        added = {_refined_from(trial) for trial in self._trials.values() if trial.origin is Origin.REFINED}
+        failed = {_descent_of(s) for s in self._steps if isinstance(s, MEASURED) and s.result.failure is not None}
+        for index, path in enumerate(self._paths or ()):
+            if path.trial not in added and index not in failed:
                 return index
         return None
 

@@ -8,10 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from service.errors import Conflict, NotFound
+from service.jobs.finetune.earlier_versions import read_spec
 from workers.directories import write_file
 from workers.training.finetuning.fleet import EXPERTS
 from workers.training.finetuning.history import EXPERT
-from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = [
     "EXPERT_DIR",
@@ -39,7 +40,7 @@ def written_spec(directory: Path) -> FinetuneSpec | None:
     Returns None if no training was started there.
     """
     document = read_document(directory / SPEC_FILE)
-    return None if document is None else parse_spec(document)
+    return None if document is None else read_spec(document)
 
 
 def trained_fleet(directory: Path) -> tuple[dict[str, FinetuneSpec], dict[str, Path]]:

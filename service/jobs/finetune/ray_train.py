@@ -16,6 +16,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
+from service.engine_machines import stated_machines
 from service.errors import Conflict
 from service.jobs.finetune.directory import FAILURE_FILE, RAY_DIR, SUMMARY_FILE, WRITER_LOCK, write_document
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
@@ -24,7 +25,7 @@ from workers.telemetry import logs
 from workers.training.finetuning.history import Report
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
-__all__ = ["cluster", "fit", "num_side_by_side", "train_here", "trains_on_gpus"]
+__all__ = ["cluster", "cores_of_each", "fit", "num_side_by_side", "train_here", "trains_on_gpus"]
 
 # Worker groups that may replace a failed one; a failure of the training itself is not retried.
 MAX_FAILURES = 5
@@ -34,11 +35,16 @@ PREDECESSOR_WAIT_S = 120.0
 
 
 def cluster() -> Mapping[str, float]:
-    """Resources of the connected Ray cluster: the numbers of CPU cores ("CPU") and GPUs ("GPU")."""
+    """Resources of the connected Ray cluster: the numbers of CPU cores ("CPU") and GPUs ("GPU").
+
+    GPUs of stated machines count also while the machines are not there, each with one core: Ray's autoscaler adds the
+    machines when workers ask for them.
+    """
     import ray
 
-    resources: Mapping[str, float] = ray.cluster_resources()
-    return resources
+    resources: dict[str, float] = ray.cluster_resources()
+    stated = float(sum(group.num_gpus * group.most for group in stated_machines()))
+    return {**resources, **{kind: max(resources.get(kind, 0.0), stated) for kind in ("CPU", "GPU")}}
 
 
 def num_side_by_side(specs: Sequence[FinetuneSpec], resources: Mapping[str, float], wanted: int | None = None) -> int:
@@ -81,10 +87,11 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
     from ray.train import FailureConfig, RunConfig, ScalingConfig
     from ray.train.torch import TorchTrainer
 
-    resources = cluster()
-    has_gpus = trains_on_gpus(spec.workers, resources, spec.device)
+    has_gpus = trains_on_gpus(spec.workers, cluster(), spec.device)
     # Cores that replicas and other trainings leave free. Without free cores, each worker waits for a core.
-    free = min(int(ray.available_resources().get("CPU", 0)), int(resources.get("CPU", 0)) // side_by_side)
+    free = min(int(ray.available_resources().get("CPU", 0)), int(ray.cluster_resources().get("CPU", 0)) // side_by_side)
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    cores = cores_of_each(spec.workers, free, nodes, has_gpus=has_gpus)
     trainer = TorchTrainer(
         _in_worker,
         train_loop_config={
@@ -95,7 +102,7 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
         scaling_config=ScalingConfig(
             num_workers=spec.workers,
             use_gpu=has_gpus,
-            resources_per_worker={"CPU": max(1, free // spec.workers)} | ({"GPU": 1} if has_gpus else {}),
+            resources_per_worker={"CPU": cores} | ({"GPU": 1} if has_gpus else {}),
         ),
         # With a name that was used before, Ray Train would continue from that run's own state.
         run_config=RunConfig(
@@ -105,6 +112,21 @@ def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, side_by_
         ),
     )
     trainer.fit()
+
+
+def cores_of_each(workers: int, free: int, nodes: Sequence[Mapping[str, float]], *, has_gpus: bool) -> int:
+    """Number of CPU cores that Ray reserves for each of `workers` training processes, at least 1.
+
+    The processes share the `free` cores of the cluster, as far as the nodes have room for each process. `nodes` has the
+    numbers of CPU cores ("CPU") and GPUs ("GPU") of each node. `has_gpus` says whether each process also gets a GPU.
+    While the nodes with GPUs are not there, the result is 1, which every node has.
+    """
+
+    def num_places(cores: int) -> int:
+        gpus = (int(node.get("GPU", 0)) if has_gpus else workers for node in nodes)
+        return sum(min(int(node.get("CPU", 0)) // cores, most) for node, most in zip(nodes, gpus, strict=True))
+
+    return next((cores for cores in range(free // workers, 1, -1) if num_places(cores) >= workers), 1)
 
 
 def trains_on_gpus(workers: int, resources: Mapping[str, float], device: str = "auto") -> bool:
@@ -159,7 +181,12 @@ def train_here(
     writer writes the summary to `directory` or, if the training failed, the reason. `report` is called with the step
     and the metrics, such as the loss, of each update and each evaluation. `device` is the torch device; None lets the
     training choose. `access` limits the files that evaluation tasks may read; None is no limit.
+
+    A process that runs out of GPU memory writes the reason itself. If there are others, it also raises
+    torch.OutOfMemoryError, so that Ray Train ends them; the processes that replace them find the reason, and return.
     """
+    import torch
+
     from workers.training.finetuning.trainer import train
 
     if (directory / FAILURE_FILE).exists():
@@ -169,10 +196,28 @@ def train_here(
             facts = train(spec, directory, report=report, device=device, access=access)
         except (InvalidModel, InvalidTask, TrainingFailed) as error:
             if is_writer:
-                write_document(directory / FAILURE_FILE, {"error": type(error).__name__, "message": str(error)})
+                _write_failure(directory, error)
+            return
+        except torch.OutOfMemoryError as error:
+            # Any process may run out of memory, and the others wait for it.
+            _write_failure(directory, TrainingFailed(_out_of_memory(spec, error)))
+            if spec.workers > 1:
+                raise
             return
         if is_writer:
             write_document(directory / SUMMARY_FILE, {"name": spec.name, "method": spec.method.kind, **facts})
+
+
+def _write_failure(directory: Path, error: Exception) -> None:
+    write_document(directory / FAILURE_FILE, {"error": type(error).__name__, "message": str(error)})
+
+
+def _out_of_memory(spec: FinetuneSpec, error: Exception) -> str:
+    return (
+        f"{spec.name}: the GPU ran out of memory ({str(error).splitlines()[0]}); a smaller training.micro_batch "
+        f"(now {spec.training.micro_batch}) or data.max_length ({spec.data.max_length}), "
+        f"training.gradient_checkpointing: true, more workers or an adapter take less"
+    )
 
 
 def _report(line: Mapping[str, Any]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import queue
 import threading
 from collections import deque
@@ -20,13 +21,15 @@ from service.jobs.finetune.directory import (
     SUMMARY_FILE,
     read_document,
     write_document,
-    written_spec,
 )
+from service.jobs.finetune.earlier_versions import read_spec, with_stored_defaults, written_as
+from service.jobs.finetune.gpu_memory import check_gpu_memory, largest_gpu_bytes
 from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
+from workers.training.finetuning.history import CHECKPOINTS
 from workers.training.finetuning.memory_plan import training_memory
 from workers.training.finetuning.spec import FinetuneSpec
 
@@ -34,6 +37,9 @@ __all__ = ["run_finetune", "run_fleet"]
 
 # Options that change rounding at most, with which a training may continue on other machines.
 CHANGEABLE = ("workers", "device", "training.micro_batch", "training.gradient_checkpointing")
+
+# Characters of an option's value in a message.
+MAX_SHOWN = 60
 
 # Errors that another attempt would repeat: workers store them instead of raising them.
 FINAL: dict[str, Callable[[str], Exception]] = {
@@ -51,44 +57,57 @@ def run_finetune(
     note: Callable[[str], None] = lambda _: None,
     access: FileAccess | None = None,
     side_by_side: int = 1,
+    fleet_layers: tuple[int, ...] | None = None,
 ) -> dict[str, Any]:
     """Train the expert that `spec` describes in `directory`, or continue its training; return the summary.
 
     Args:
         spec: Specification of the expert.
         directory: Directory of the training, new or from an earlier call with the same `spec`. Only the options in
-            CHANGEABLE may differ.
+            CHANGEABLE may differ. Options that `spec` does not state keep the defaults of the version that began the
+            training.
         resources: Functions that connect to Ray and train on Ray Train.
         note: Called with messages about the progress.
         access: Files that evaluation tasks may read; None is no limit.
         side_by_side: Number of experts, including this expert, that are trained at the same time and share the CPU
             cores.
+        fleet_layers: Layers with noise that the fleet of the expert sets if its file states none.
 
     Raises:
         InvalidModel: The base model cannot be trained.
         InvalidTask: The data or a task cannot be used.
-        Conflict: The directory is used by another run or specification, or the cluster is too small.
+        Conflict: The directory is used by another run or specification, the cluster is too small, or the training does
+            not fit into the memory of its GPUs.
         ConnectionError: Ray cannot be reached.
         TrainingFailed: The training failed, and would fail again.
     """
     with locked(directory):
-        before = written_spec(directory)
-        if before is not None and (differences := _differences(before, spec)):
-            raise Conflict(
-                f"{directory}: holds another fine-tuning ({before.name!r}), which differs in "
-                f"{', '.join(differences)}; give another directory"
-            )
+        before = read_document(directory / SPEC_FILE)
+        if before is not None:
+            spec, kept = with_stored_defaults(spec, before, fleet_layers=fleet_layers)
+            stored = read_spec(before)
+            if differences := _differences(stored, spec):
+                raise Conflict(
+                    f"{directory}: holds another fine-tuning ({stored.name!r}), which differs in "
+                    f"{', '.join(differences)}; give these options the values of that fine-tuning to continue it, or "
+                    "give another directory"
+                )
+            for message in kept:
+                note(message)
         if before is None and (directory / EXPERT_DIR).exists():
             raise Conflict(f"{directory}: holds a model that this fine-tuning did not make; give another directory")
         if (summary := read_document(directory / SUMMARY_FILE)) is not None:
             return summary
         note(f"Checking base model and data of {spec.name} ...")
         _check(spec, access)
-        write_document(directory / SPEC_FILE, spec.canonical())
-        (directory / FAILURE_FILE).unlink(missing_ok=True)
         with _ray(resources, note):
-            for line in _plan(spec, resources.cluster()):
+            cluster = resources.cluster()
+            _check_memory(spec, directory, cluster)
+            for line in _plan(spec, cluster):
                 note(line)
+            # Only now, so that a specification that was refused may change.
+            write_document(directory / SPEC_FILE, written_as(spec, before))
+            (directory / FAILURE_FILE).unlink(missing_ok=True)
             resources.fit(spec, directory, access, side_by_side)
         if (failure := read_document(directory / FAILURE_FILE)) is not None:
             raise FINAL[failure["error"]](failure["message"])
@@ -136,14 +155,24 @@ def run_fleet(
     with _ray(resources, note) if len(unfinished) > 1 else nullcontext():
         count = 1
         if len(unfinished) > 1:
-            count = num_side_by_side([specs[alias] for alias in unfinished], resources.cluster(), parallel)
+            cluster = resources.cluster()
+            for alias in unfinished:
+                _check_memory(specs[alias], directories[alias], cluster)
+            count = num_side_by_side([specs[alias] for alias in unfinished], cluster, parallel)
             if count > 1:
                 note(f"{count} of {len(unfinished)} experts train at the same time")
         begins(count)
+        layers = {layer for spec in specs.values() for layer in spec.training.layers or ()}
 
         def train(alias: str) -> dict[str, Any]:
             return run_finetune(
-                specs[alias], directories[alias], resources=resources, note=note, access=access, side_by_side=count
+                specs[alias],
+                directories[alias],
+                resources=resources,
+                note=note,
+                access=access,
+                side_by_side=count,
+                fleet_layers=tuple(sorted(layers)),
             )
 
         for alias, summary in _results(train, specs, count):
@@ -209,6 +238,18 @@ def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:
     check(spec, access=access)
 
 
+def _check_memory(spec: FinetuneSpec, directory: Path, resources: Mapping[str, float]) -> None:
+    """Check that a training on GPUs fits into their memory, if this memory is known.
+
+    A training with a checkpoint in `directory` is not checked: it has run before. Raises Conflict if the training does
+    not fit, or if the cluster is too small for its workers.
+    """
+    if not trains_on_gpus(spec.workers, resources, spec.device) or any((directory / CHECKPOINTS).glob("*")):
+        return
+    if (capacity := largest_gpu_bytes(int(resources["GPU"]))) is not None:
+        check_gpu_memory(spec, capacity)
+
+
 def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
     """Yield messages for users about the devices of an expert's training, and about the memory that it takes.
 
@@ -229,13 +270,25 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
 
 
 def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
-    """Names of the sections in which two specifications of an expert differ although they must be equal.
+    """Options in which two specifications of an expert differ although they must be equal, with both values.
 
     `before` is the specification with which the training of the expert began, and `spec` is the present specification.
     The options in CHANGEABLE may change while an expert is trained, so differences in these options are left out.
     """
-    one, other = _settled(before), _settled(spec)
-    return [name for name in one if one[name] != other[name]]
+    return list(_different(_settled(before), _settled(spec)))
+
+
+def _different(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
+    for name, value in now.items():
+        if isinstance(value, Mapping) and isinstance(before[name], Mapping):
+            yield from _different(before[name], value, f"{section}{name}.")
+        elif value != before[name]:
+            yield f"{section}{name} ({_shown(before[name])} there, {_shown(value)} here)"
+
+
+def _shown(value: Any) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
 def _settled(spec: FinetuneSpec) -> dict[str, Any]:

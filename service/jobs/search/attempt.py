@@ -239,6 +239,7 @@ def execute(
             writer,
             heartbeat,
             patience_s=max(SCORING_PATIENCE_S, PATIENCE_FACTOR * limits.chunk_s),
+            awaits_gpus=lambda: any(each is not None and each.is_waiting for each in (proposer, gradients)),
         )
 
         meter = PaceMeter()
@@ -447,12 +448,13 @@ def _planned_steps(algorithm: str, setting: SearchSetting) -> tuple[int, int]:
 
 
 class _WaitWatch:
-    """Watch that tells the driver's heartbeat why the driver waits: for an engine's start or an LLM judge's answer.
+    """Watch that tells the driver's heartbeat why the driver waits: for an engine, GPUs, or an LLM judge's answer.
 
-    Both kinds of waiting count as progress of the driver. Otherwise the driver would be replaced during a long start of
-    an engine, or while a judge does not answer. `judges` returns the URLs of the judges that the driver waits for; the
-    option `judge.wait_s` limits this wait. `scorer` says whether an engine is starting. `patience_s` is the number of
-    seconds without progress, once samples are scored, before the driver is replaced.
+    Each kind of waiting counts as progress of the driver. Otherwise the driver would be replaced during a long start of
+    an engine, while the cluster adds a machine, or while a judge does not answer. `judges` returns the URLs of the
+    judges that the driver waits for; the option `judge.wait_s` limits this wait. `scorer` says whether an engine is
+    starting. `awaits_gpus` says whether gradients wait for a machine with GPUs. `patience_s` is the number of seconds
+    without progress, once samples are scored, before the driver is replaced.
     """
 
     def __init__(
@@ -463,8 +465,10 @@ class _WaitWatch:
         heartbeat: Heartbeat,
         *,
         patience_s: float,
+        awaits_gpus: Callable[[], bool] = lambda: False,
     ) -> None:
         self._patience_s = patience_s
+        self._awaits_gpus = awaits_gpus
         self._scorer = scorer
         self._judges = judges
         self._writer = writer
@@ -479,10 +483,12 @@ class _WaitWatch:
             self._heartbeat.wait_for(None)
         elif now - self._looked_at >= ENGINE_CHECK_S:
             self._looked_at = now
-            is_starting, judges = self._scorer.is_starting(), self._judges()
-            if is_starting or judges:
+            judge = next((f"the judge at {url}" for url in self._judges()), None)
+            gpus = "GPUs for gradients" if self._awaits_gpus() else None
+            awaited = ENGINE if self._scorer.is_starting() else gpus or judge
+            if awaited is not None:
                 self._heartbeat.progressed()
-            self._heartbeat.wait_for(ENGINE if is_starting else f"the judge at {judges[0]}" if judges else None)
+            self._heartbeat.wait_for(awaited)
 
 
 class _Snapshots:

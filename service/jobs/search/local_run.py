@@ -6,7 +6,7 @@ the same directory again resumes the study.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,15 @@ __all__ = ["DATABASE", "evaluate_run", "open_run", "prepared_in", "read_run", "r
 
 DATABASE = "study.db"
 
+# Defaults of options of `search.hm3` in earlier versions.
+EARLIER_DEFAULTS: Mapping[str, tuple[float, ...]] = {
+    "archive": (4, 16),
+    "epochs": (4,),
+    "exploration": (0.1,),
+    "gamma": (FIRST_GAMMA,),
+    "neighbours": (4, 12),
+}
+
 
 def run_study(
     study: Study,
@@ -77,7 +86,7 @@ def run_study(
     if not (directory / DATABASE).exists():  # an existing study may be finished and need no Ray
         check_reachable()
     export_dir = directory / EXPORT if exports else None
-    study = _with_stored_benchmarks(directory, study)
+    study = _with_stored_benchmarks(directory, _with_stored_defaults(study, directory, note=view.note))
     preflight = prepared_in(directory, study, export_dir=export_dir, note=view.note)
     with locked(directory):
         store = Store(f"sqlite:///{directory / DATABASE}")
@@ -218,7 +227,7 @@ def _created_or_resumed(
             kind=SEARCH.name, name=study.name, document=study.canonical(), accepted=resolved.to_json()
         )
     record = studies[0]
-    before = _with_new_defaults(Study.model_validate(record.document), record, study)
+    before = Study.model_validate(record.document)
     if differing := same_but_limits(before, study):
         raise Conflict(
             f"{directory}: holds another study ({before.name!r}); these fields differ: {', '.join(differing)}; "
@@ -239,16 +248,25 @@ def _created_or_resumed(
     return record
 
 
-def _with_new_defaults(stored: Study, record: JobRecord, given: Study) -> Study:
-    """Remove the option `search.hm3.gamma` from a stored study if its value is only the default of an earlier version.
+def _with_stored_defaults(given: Study, directory: Path, *, note: Callable[[str], None] = lambda _: None) -> Study:
+    """Take options of `search.hm3` from the stored study in `directory` if they are defaults of an earlier version.
 
-    Version 1 of the searcher `hm3` had the default 0.99, and stored it with every study. A study file without the
-    option would therefore differ from the stored study of the same run. The option is kept if `given`, the study file
-    of the present run, states it, or if `record`, the study's job, uses a later version of the searcher.
+    Every study stores all options with their defaults. If a default has changed since, a study file without the option
+    would differ from the stored study of the same run. Options that `given`, the study file of the present run, states
+    are kept. `note` is called with a message for each option of a study whose searcher is `hm3`.
     """
-    resolved, options = ResolvedStudy.of(record), stored.search.hm3
-    is_new = resolved.algorithm == "hm3" and resolved.searcher_version > 1
-    if is_new or given.search.hm3.gamma is not None or options.gamma != FIRST_GAMMA:
-        return stored
-    hm3 = options.model_copy(update={"gamma": None})
-    return stored.model_copy(update={"search": stored.search.model_copy(update={"hm3": hm3})})
+    with suppress(NotFound), read_run(directory) as (_, record):
+        resolved, hm3 = ResolvedStudy.of(record), given.search.hm3
+        before = Study.model_validate(record.document).search.hm3
+        # A later version stores 0.99 only if the study file states it.
+        has_default_gamma = resolved.algorithm != "hm3" or resolved.searcher_version == 1
+        for option, defaults in EARLIER_DEFAULTS.items():
+            stored, own = getattr(before, option), getattr(hm3, option)
+            is_stated = option in hm3.model_fields_set and own is not None
+            if is_stated or stored == own or stored not in defaults or (option == "gamma" and not has_default_gamma):
+                continue
+            hm3 = hm3.model_copy(update={option: stored})
+            if resolved.algorithm == "hm3":
+                note(f"search.hm3.{option} stays {stored}, the default when the study began")
+        return given.model_copy(update={"search": given.search.model_copy(update={"hm3": hm3})})
+    return given

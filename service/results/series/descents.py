@@ -61,7 +61,8 @@ def descents(run: RunRecord) -> DescentsPlot:
     found: dict[int, list[tuple[int, GradientStep]]] = {}
     for number, gradient in enumerate(run.gradients, start=1):
         found.setdefault(gradient.request.descent, []).append((number, gradient))
-    proposed = {trial.number for trial in run.trials}
+    # During a descent, a trial that a user requested may take the number that a step was stored with.
+    proposed = {trial.number for trial in run.trials if trial.origin.is_searched}
     return DescentsPlot("descents", tuple(_series(steps, proposed) for steps in found.values()))
 
 

@@ -14,6 +14,7 @@ from ray.exceptions import OutOfMemoryError, RayActorError, RayTaskError
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from search_spaces.spaces.base import Coefficients
+from service.engine_machines import stated_machines
 from service.errors import StudyFailed
 from service.store.steps import ChargedRequest, GradientRequest, GradientResult, LossesRequest, LossesResult
 from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
@@ -21,7 +22,7 @@ from workers.errors import EngineUnavailable, InvalidModel, InvalidTask
 from workers.serving.gpu_shares import has_room, has_share, machine_with_share, on_share
 from workers.types import Completions
 
-__all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients", "on_free_device"]
+__all__ = ["ACTOR_DEATH", "MAX_DEATHS", "RayGradients", "may_come", "on_free_device"]
 
 logger = logging.getLogger(__name__)
 
@@ -34,6 +35,9 @@ MAX_DEATHS = 3
 # Seconds until the process of an actor must run. Ray starts it once a machine has the resources, and it imports torch.
 START_S = 300.0
 
+# The same if the machine is one that the cluster may add: it is booted, and the image is pulled.
+COME_S = 1800.0
+
 # Seconds for which the GPU of an actor that died is waited for, and between two looks at Ray's free resources.
 FREED_S, POLL_S = 15.0, 0.5
 
@@ -45,7 +49,8 @@ class RayGradients:
     """The driver's client of a gradient actor: a Ray actor that computes losses and gradients, one request at a time.
 
     The actor computes on the device of its `inputs`. If this device is a GPU, and when the actor starts no GPU is free
-    and no engine leaves a share of its GPU, the actor computes on the CPU. `actor` is the handle of the Ray actor, or
+    and no engine leaves a share of its GPU, the actor waits for a stated machine that the cluster may add; without such
+    a machine, it computes on the CPU. `actor` is the handle of the Ray actor, or
     None before the first request. `pending` is the reference to the running call, which other code passes to
     `ray.wait`.
     """
@@ -60,6 +65,12 @@ class RayGradients:
         self._num_deaths = 0
         self._start_call: Any = None  # ends once the actor runs; None if it is known to run
         self._start_by = 0.0
+        self._waits_for_machine = False
+
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the actor waits for a machine with GPUs that the cluster may add."""
+        return self._waits_for_machine and self._start_call is not None
 
     def use_completions(self, read: Callable[[], Completions]) -> None:
         """Use source models' completions, which `read` returns, as reference answers of later requests.
@@ -102,9 +113,12 @@ class RayGradients:
         return None
 
     def check_start(self) -> None:
-        """Raise EngineUnavailable if the gradient actor has not started within START_S seconds, and end the actor.
+        """Raise EngineUnavailable if the gradient actor has not started in time, and end the actor.
 
-        This happens if other programs have taken the resources that were free when the actor was requested.
+        The time is START_S seconds, or COME_S seconds if the actor waits for a machine that the cluster may add.
+
+        This happens if other programs have taken the resources that were free when the actor was requested, or if the
+        cluster has not added a machine within COME_S seconds.
         """
         if self._start_call is None:
             return
@@ -114,8 +128,8 @@ class RayGradients:
             ray.kill(self.actor)
             self.actor = self._start_call = None
             raise EngineUnavailable(
-                f"the gradient actor did not start in {START_S:.0f} s, because no machine of the cluster had the CPUs "
-                "and GPUs free that it reserves; free some, or use fewer engine.replicas"
+                f"the gradient actor did not start in {self._patience_s:.0f} s, because no machine of the cluster had "
+                "the CPUs and GPUs free that it reserves; free some, or use fewer engine.replicas"
             )
 
     def finish(self) -> LossesResult | GradientResult | None:
@@ -159,6 +173,10 @@ class RayGradients:
             ray.kill(self.actor)
             self.actor = self._start_call = None
 
+    @property
+    def _patience_s(self) -> float:
+        return COME_S if self._waits_for_machine else START_S
+
     def _start(self) -> None:
         """Start the gradient actor, and send it the completions and coefficients that were set for an earlier actor.
 
@@ -170,10 +188,11 @@ class RayGradients:
         deadline = time.monotonic() + (FREED_S if self._num_deaths else 0.0)
         while not _is_free(self._inputs, machines := available_resources_per_node()) and time.monotonic() < deadline:
             time.sleep(POLL_S)
-        inputs = on_free_device(self._inputs, machines)
+        self._waits_for_machine = not _is_free(self._inputs, machines) and may_come(self._inputs)
+        inputs = self._inputs if self._waits_for_machine else on_free_device(self._inputs, machines)
         kind: Any = ray.remote(SharingActor if _shares(inputs) else GradientActor)
         self.actor = kind.options(num_cpus=ACTOR_CPUS, **_reserved(inputs, machines)).remote(inputs)
-        self._start_call, self._start_by = self.actor.__ray_ready__.remote(), time.monotonic() + START_S
+        self._start_call, self._start_by = self.actor.__ray_ready__.remote(), time.monotonic() + self._patience_s
         if self._completions is not None:
             self.actor.use_completions.remote(self._completions())
         if self._coefficients is not None:
@@ -217,6 +236,19 @@ def _is_free(inputs: GradientInputs, machines: Mapping[str, Mapping[str, float]]
     """
     free = max((machine.get("GPU", 0) for machine in machines.values()), default=0)
     return inputs.device != "cuda" or free >= inputs.num_gpus or (_shares(inputs) and has_share(free))
+
+
+def may_come(inputs: GradientInputs) -> bool:
+    """Whether the cluster may add a machine with the GPUs of its own that a gradient actor needs.
+
+    The cluster may, if it has fewer machines with so many GPUs than the operator has stated (`stated_machines`). Ray's
+    autoscaler adds one for an actor that reserves the GPUs. An actor on the GPU of an engine waits for no machine.
+    """
+    if inputs.device != "cuda" or _shares(inputs):
+        return False
+    stated = sum(group.most for group in stated_machines() if group.num_gpus >= inputs.num_gpus)
+    there = (node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]) if stated else ()
+    return sum(num_gpus >= inputs.num_gpus for num_gpus in there) < stated
 
 
 def on_free_device(inputs: GradientInputs, machines: Mapping[str, Mapping[str, float]]) -> GradientInputs:

@@ -97,6 +97,11 @@ class RayProposer:
         self._computing: ChargedRequest | UpdateRequest | None = None  # None: the searcher proposes
         self._num_deaths = 0
 
+    @property
+    def is_waiting(self) -> bool:
+        """Whether the gradient actor waits for a machine with GPUs that the cluster may add."""
+        return self._gradients is not None and self._gradients.is_waiting
+
     def submit(self, **call: Any) -> None:
         """Begin to compute a proposal in the background; `call` has the arguments of `Proposer.submit`.
 

@@ -158,6 +158,20 @@ def test_driver_reports_waiting_for_judge(store: Store, writer: JobWriter, clock
     assert heartbeat.idle_s == attempt.ENGINE_CHECK_S
 
 
+def test_driver_reports_waiting_for_gpus(store: Store, writer: JobWriter, clock: Clock) -> None:
+    """A driver whose gradients wait for a machine with GPUs says so, and is not replaced meanwhile."""
+    waits = [True]
+    heartbeat = Heartbeat(writer, 0.0)
+    watch = attempt._WaitWatch(FakeScorer(), lambda: (), writer, heartbeat, awaits_gpus=lambda: waits[0])
+    clock.advance(attempt.ENGINE_CHECK_S)
+    watch.look()
+    assert (store.jobs()[0].waiting_for, heartbeat.idle_s) == ("GPUs for gradients", 0)
+    waits[0] = False
+    clock.advance(attempt.ENGINE_CHECK_S)
+    watch.look()
+    assert (store.jobs()[0].waiting_for, heartbeat.idle_s) == (None, attempt.ENGINE_CHECK_S)
+
+
 def test_heartbeat_reports_a_takeover(store: Store, writer: JobWriter) -> None:
     """The heartbeat tells a driver that another has taken over."""
     with Heartbeat(writer, 0.0, interval_s=0.02) as heartbeat:

@@ -200,6 +200,8 @@ EARLIER_SEARCHES: dict[tuple[int, str], str] = {
     (1, "conditioned"): "9f2b770a90ff49c9",
     (2, "per_preference"): "9a635668d343289f",
     (2, "conditioned"): "d92e769e617662ba",
+    (3, "per_preference"): "a352ecd22d79fa91",
+    (3, "conditioned"): "4ff4bb1a5895ce46",
 }
 
 
@@ -209,7 +211,8 @@ def test_studies_of_earlier_versions_keep_their_rule(
 ) -> None:
     expected = EARLIER_SEARCHES[version, policy]
     vectors = VECTORS if policy == "conditioned" else ()
-    told = setting(preferences=vectors, options=with_policy(policy=policy, elite_share=1.0), version=version)
+    options = with_policy(policy=policy, elite_share=1.0, archive=4)  # the default of version 3
+    told = setting(preferences=vectors, options=options, version=version)
     search = Search(tmp_path, told=told).run()
     proposed = [t for t in search.store.trials(search.study) if t.origin is Origin.SEARCH]
     rows = [sorted((t.configuration or {}).items()) for t in proposed]

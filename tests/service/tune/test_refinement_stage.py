@@ -14,6 +14,7 @@ from search_spaces.spaces.base import Coefficients, RefinableSpace, SearchSpace
 from search_spaces.study.search import RefinementOptions
 from service.results.selection import best_of_front, pareto_front
 from service.store import Store
+from service.store.steering import Steering, SteeringStore
 from service.store.steps import (
     ChargedRequest,
     GradientRequest,
@@ -198,6 +199,27 @@ def test_kill_at_any_step_repeats_no_gradient(calm: tuple[Store, str], tmp_path:
     assert [request for index, request in enumerate(log) if index == 0 or log[index - 1] != request] == [
         step.request for step in steps if not isinstance(step, NoteStep)
     ]
+
+
+def test_a_requested_trial_ends_no_descent(calm: tuple[Store, str], tmp_path: Path) -> None:
+    """A trial that a user requests during a descent takes the next number; the descent continues and adds its own."""
+    store, study = new_study(tmp_path)
+    seen: list[str] = []
+
+    def kill_at_the_second_step(what: str) -> None:
+        seen.append(what)
+        if seen.count("refined") == 2:
+            raise Killed
+
+    with pytest.raises(Killed):
+        run(store, study, observer=kill_at_the_second_step)
+    request = Steering("reevaluate", None, None)
+    SteeringStore(store).request_evaluation(store.job(study), 0, steering=request)
+    run(store, study)
+    refined, calmly = (by_origin(*each, Origin.REFINED) for each in ((store, study), calm))
+    assert [trial.number for trial in refined] == [trial.number + 1 for trial in calmly]
+    assert [trial.recipe for trial in refined] == [trial.recipe for trial in calmly]
+    assert [step.request for step in store.steps(study)] == [step.request for step in calm[0].steps(calm[1])]
 
 
 def test_a_choice_is_made_once(calm: tuple[Store, str]) -> None:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import pytest
+import ray
 
+from service.engine_machines import VARIABLE
 from service.errors import Conflict
-from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
+from service.jobs.finetune.ray_train import cluster, cores_of_each, num_side_by_side, trains_on_gpus
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 
 
@@ -59,3 +61,31 @@ def test_too_many_experts_side_by_side_are_refused() -> None:
     message = "parallel_experts: 3 with 2 workers each need 6 GPUs; the cluster has 4; give at most 2"
     with pytest.raises(Conflict, match=message):
         num_side_by_side(experts(3, workers=2), {"CPU": 8.0, "GPU": 4.0}, 3)
+
+
+def test_gpus_of_stated_machines_may_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While an autoscaled cluster has no GPU node, trainings wait for one instead of using CPU cores."""
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 4.0, "memory": 1e9})
+    assert not trains_on_gpus(2, cluster())
+    monkeypatch.setenv(VARIABLE, "gpus=8,nodes=2 memory=350GiB,nodes=8")
+    resources = cluster()
+    assert (resources["GPU"], resources["CPU"]) == (16.0, 16.0)
+    assert trains_on_gpus(8, resources)
+    assert trains_on_gpus(8, resources, "gpu")
+    assert not trains_on_gpus(2, resources, "cpu")
+    assert num_side_by_side(experts(3, workers=8), resources) == 2
+    with pytest.raises(Conflict, match="workers: 17; the cluster has 16"):
+        trains_on_gpus(17, resources)
+    monkeypatch.setattr(ray, "cluster_resources", lambda: {"CPU": 90.0, "GPU": 24.0})
+    assert cluster() == {"CPU": 90.0, "GPU": 24.0}
+
+
+def test_workers_ask_for_cores_that_a_node_has() -> None:
+    """Free cores are shared, but no worker asks for more than a node with room for it has."""
+    assert cores_of_each(2, 16, [{"CPU": 16.0}], has_gpus=False) == 8
+    assert cores_of_each(1, 0, [{"CPU": 16.0}], has_gpus=False) == 1
+    assert cores_of_each(2, 16, [{"CPU": 8.0}, {"CPU": 8.0}], has_gpus=False) == 8
+    assert cores_of_each(1, 16, [{"CPU": 8.0}, {"CPU": 8.0}], has_gpus=False) == 8
+    assert cores_of_each(3, 72, [{"CPU": 64.0}, {"CPU": 8.0, "GPU": 4.0}], has_gpus=True) == 2
+    assert cores_of_each(2, 72, [{"CPU": 64.0}, {"CPU": 8.0, "GPU": 1.0}], has_gpus=True) == 1, "another one may come"
+    assert cores_of_each(2, 4, [{"CPU": 4.0}], has_gpus=True) == 1

@@ -22,7 +22,7 @@ from service.errors import Conflict
 from service.jobs.base import Resources
 from service.jobs.driver import drive
 from service.jobs.finetune import ray_train
-from service.jobs.finetune.directory import EXPERT_DIR, FAILURE_FILE
+from service.jobs.finetune.directory import EXPERT_DIR, FAILURE_FILE, SPEC_FILE, SUMMARY_FILE
 from service.jobs.finetune.events import _HistoryEvents, _is_older
 from service.jobs.finetune.study import begin_study
 from service.jobs.finetune.training import run_finetune, run_fleet
@@ -43,7 +43,7 @@ from workers.models.remote import fetched, locate
 from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
 from workers.training.finetuning.result import TRAINING_FILE
-from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+from workers.training.finetuning.spec import FinetuneSpec, Method, parse_spec
 
 
 def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, _: int = 1) -> None:
@@ -324,11 +324,126 @@ def test_a_directory_is_of_one_specification(tmp_path: Path) -> None:
     out = tmp_path / "out"
     summary = run_finetune(spec_of(tmp_path), out, resources=HERE)
     assert run_finetune(spec_of(tmp_path), out, resources=HERE) == summary
-    with pytest.raises(Conflict, match=r"holds another fine-tuning \('sums'\), which differs in training"):
+    with pytest.raises(
+        Conflict, match=r"another fine-tuning \('sums'\), which differs in training\.steps \(3 there, 4"
+    ):
         run_finetune(spec_of(tmp_path, steps=4), out, resources=HERE)
     (tmp_path / "other" / EXPERT_DIR).mkdir(parents=True)
     with pytest.raises(Conflict, match="holds a model that this fine-tuning did not make"):
         run_finetune(spec_of(tmp_path), tmp_path / "other", resources=HERE)
+
+
+# `finetune.json` as the version before `method.noise_layers` wrote it, without its directories.
+EARLIER_METHOD = {
+    "kind": "mergopt",
+    "optimizer": "adamw",
+    "betas": [0.9, 0.999],
+    "momentum": 0.0,
+    "weight_decay": 0.0,
+    "noise": "laplace",
+    "scale": 0.002,
+    "fit_to": [],
+    "coefficients": [0.1, 0.2, 0.3, 0.4, 0.5, 0.6],
+    "max_models": 7,
+    "in_layers": False,
+    "rho": None,
+}
+EARLIER_TRAINING = {
+    "steps": 3,
+    "epochs": None,
+    "batch": 2,
+    "micro_batch": 8,
+    "learning_rate": 2e-05,
+    "schedule": "cosine",
+    "warmup_steps": 0,
+    "max_gradient_norm": 1.0,
+    "gradient_checkpointing": False,
+    "layers": None,
+    "precision": "auto",
+    "checkpoint_every": 100,
+}
+
+
+def written_earlier(directory: Path, out: Path, *, layers: tuple[int, ...] | None = None) -> Path:
+    """Write what an earlier version stored for `spec_of(directory)`; return the file."""
+    data = {"file": str(directory / "data.jsonl"), "dataset": None, "configuration": None, "split": "train"}
+    data |= {"prompt": "{{prompt}}", "completion": "{{completion}}", "max_length": 64, "packing": True}
+    document = {
+        "name": "sums",
+        "base": str(directory / "base"),
+        "data": {**data, "pad_token": None},
+        "method": EARLIER_METHOD,
+        "training": {**EARLIER_TRAINING, "layers": layers},
+        "adapter": None,
+        "evaluation": None,
+        "dtype": "bfloat16",
+        "workers": 1,
+        "seed": 0,
+    }
+    out.mkdir(parents=True)
+    (out / SPEC_FILE).write_text(json.dumps(document))
+    return out / SPEC_FILE
+
+
+def test_an_earlier_versions_training_keeps_its_defaults(tmp_path: Path) -> None:
+    """An unchanged file continues, again and again, with the weight decay of the version that began the training."""
+    spec, out = spec_of(tmp_path), tmp_path / "out"
+    written_earlier(tmp_path, out)
+    notes: list[str] = []
+    failure = {"error": "TrainingFailed", "message": "step 2: the loss is nan"}
+    failing = with_fit(lambda _, directory, *__: (directory / FAILURE_FILE).write_text(json.dumps(failure)))
+    with pytest.raises(TrainingFailed, match="step 2"):
+        run_finetune(spec, out, resources=failing, note=notes.append)
+    expected = "sums: method.weight_decay stays 0.0, as in the version that began this training; the default is now"
+    assert f"{expected} 0.001" in notes
+    trained: list[FinetuneSpec] = []
+
+    def fit_it(spec: FinetuneSpec, *rest: Any) -> None:
+        trained.append(spec)
+        fit(spec, *rest)
+
+    summary = run_finetune(spec, out, resources=with_fit(fit_it))
+    assert [each.method.weight_decay for each in trained] == [0.0]
+    assert run_finetune(spec, out, resources=HERE) == summary
+    stating = spec.model_copy(update={"method": spec.method.model_copy(update={"weight_decay": 0.001})})
+    with pytest.raises(Conflict, match=r"differs in method\.weight_decay \(0\.0 there, 0\.001 here\); give these opt"):
+        run_finetune(stating, out, resources=HERE)
+
+
+def test_a_stated_weight_decay_is_not_a_default(tmp_path: Path) -> None:
+    """If the present version began a training with a stated 0, a file without it is another specification."""
+    spec, out = spec_of(tmp_path), tmp_path / "out"
+    run_finetune(spec.model_copy(update={"method": Method(scale=0.002, weight_decay=0.0)}), out, resources=HERE)
+    with pytest.raises(Conflict, match=r"method\.weight_decay \(0\.0 there, 0\.001 here\)"):
+        run_finetune(spec, out, resources=HERE)
+
+
+@pytest.mark.parametrize("kind", ["mergopt", "adamw"])
+def test_earlier_noise_stays_in_the_trained_layers(tmp_path: Path, kind: str) -> None:
+    """Also in a fleet, whose experts now have noise in the layers that any of them trains."""
+    document = spec_of(tmp_path).canonical()
+    document["method"] = {"kind": kind, "scale": 0.002}
+    own = {"one": {"training": {"layers": [0]}}, "two": {"training": {"layers": [1]}}}
+    document["training"] = {"steps": 3, "batch": 2}
+    pipeline = parse_pipeline({**document, "experts": own})
+    places = pipeline.places(tmp_path / "out")
+    for layer, (alias, place) in enumerate(places.items()):
+        file = written_earlier(tmp_path, place, layers=(layer,))
+        stored = json.loads(file.read_text())
+        file.write_text(json.dumps({**stored, "name": alias, "method": {**stored["method"], "kind": kind}}))
+    trained: dict[str, Any] = {}
+
+    def fit_it(spec: FinetuneSpec, directory: Path, *_: Any) -> None:
+        trained[spec.name] = spec.method.noise_layers
+        (directory / SUMMARY_FILE).write_text("{}")
+
+    run_fleet(pipeline.experts, places, resources=with_fit(fit_it))
+    assert trained == ({"one": (0,), "two": (1,)} if kind == "mergopt" else {"one": None, "two": None})
+    run_fleet(pipeline.experts, places, resources=HERE)
+    stated = {alias: {**each, "method": {"noise_layers": [3]}} for alias, each in own.items()}
+    other = parse_pipeline({**document, "experts": stated}).experts["one"]
+    with pytest.raises(Conflict, match=r"method\.noise_layers \((\[0\]|null) there, \[3\] here\)"):
+        run_finetune(other, places["one"], resources=HERE, fleet_layers=(0, 1))
 
 
 def test_other_machines_continue_a_training(tmp_path: Path) -> None:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -12,11 +14,15 @@ import pytest
 from search_spaces.study.benchmarks import AddedBenchmarks, Contamination
 from search_spaces.study.file import Study, parse_study, same_but_limits, with_benchmarks
 from service.errors import Conflict
-from service.jobs.search.local_run import _created_or_resumed, _with_new_defaults, _with_stored_benchmarks
+from service.jobs.search.local_run import (
+    DATABASE,
+    _created_or_resumed,
+    _with_stored_benchmarks,
+    _with_stored_defaults,
+)
 from service.store import Store
 from service.store.steps import NoteRequest, NoteResult, NoteStep
 from service.tune.refinement_stage import CHOICE
-from service.types import JobRecord, JobState
 from tests.service.resolved import resolved_study
 
 MODELS = {"base": "org/base", "experts": {"a": "org/a", "b": "org/b"}}
@@ -28,9 +34,24 @@ def study_of(**hm3: Any) -> Study:
 
 
 def differing(stored: Study, given: Study, *, algorithm: str, version: int) -> tuple[str, ...]:
+    with TemporaryDirectory() as directory:
+        return same_but_limits(stored, continued(Path(directory), stored, given, algorithm=algorithm, version=version))
+
+
+def continued(
+    directory: Path,
+    stored: Study,
+    given: Study,
+    *,
+    algorithm: str = "hm3",
+    version: int = 4,
+    notes: list[str] | None = None,
+) -> Study:
+    """The study as which `given` continues `stored`, which an earlier version has stored in `directory`."""
     resolved = replace(resolved_study(algorithm=algorithm), searcher_version=version)
-    record = JobRecord("1", "s", JobState.STOPPED, stored.canonical(), resolved.to_json(), 0.0, "search")
-    return same_but_limits(_with_new_defaults(stored, record, given), given)
+    with closing(Store(f"sqlite:///{directory / DATABASE}")) as store:
+        store.create_job(kind="search", name="s", document=stored.canonical(), accepted=resolved.to_json())
+    return _with_stored_defaults(given, directory, note=([] if notes is None else notes).append)
 
 
 def test_an_earlier_default_is_no_other_study() -> None:
@@ -45,6 +66,29 @@ def test_an_earlier_default_is_no_other_study() -> None:
     assert differing(earlier, study_of(), algorithm="hm3", version=2) == gamma
     assert differing(study_of(gamma=0.9), study_of(), algorithm="hm3", version=1) == gamma
     assert differing(earlier, study_of(gamma=1.0), algorithm="hm3", version=1) == gamma
+
+
+@pytest.mark.parametrize(
+    ("option", "value"), [("archive", 4), ("archive", 16), ("epochs", 4), ("exploration", 0.1), ("neighbours", 12)]
+)
+def test_earlier_defaults_of_hm3_are_kept(tmp_path: Path, option: str, value: float) -> None:
+    """A study continues with the defaults with which it began, and with them its document is stored again."""
+    notes: list[str] = []
+    earlier = study_of(**{option: value})
+    found = continued(tmp_path, earlier, study_of(), notes=notes)
+    assert found == earlier
+    assert notes == [f"search.hm3.{option} stays {value}, the default when the study began"]
+    resolved = resolved_study(algorithm="hm3")
+    preflight: Any = SimpleNamespace(resolved=lambda: resolved)
+    longer = found.model_copy(update={"limits": found.limits.model_copy(update={"max_wall_clock_s": 1e6})})
+    with closing(Store(f"sqlite:///{tmp_path / DATABASE}")) as store:
+        record = _created_or_resumed(store, longer, preflight, tmp_path, continues=False)
+    assert record.document["search"]["hm3"][option] == value
+    stated = study_of(**{option: getattr(study_of().search.hm3, option)})
+    field = (f"search.hm3.{option}",)
+    assert same_but_limits(earlier, _with_stored_defaults(stated, tmp_path)) == field
+    assert differing(study_of(archive=8), study_of(), algorithm="hm3", version=4) == ("search.hm3.archive",)
+    assert differing(earlier, study_of(), algorithm="smac", version=1) == ()
 
 
 def test_a_refined_study_has_no_more_trials(tmp_path: Path) -> None:

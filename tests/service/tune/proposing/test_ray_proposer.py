@@ -19,6 +19,7 @@ from search_spaces.spaces import SPACES
 from search_spaces.spaces.base import DifferentiableSpace, RefinableSpace, SearchedModels
 from search_spaces.spaces.layerwise import LayerwiseSection
 from search_spaces.study.search import GradientOptions, PolicyOptions, Search
+from service.engine_machines import VARIABLE
 from service.errors import StudyFailed
 from service.store import JobWriter, Store
 from service.store.artifacts import ArtifactStore
@@ -409,6 +410,55 @@ def test_actor_that_gets_no_resources_does_not_wait_forever(
     assert gradients.result(timeout_s=0.0) is None
     ended.clear()
     assert gradients.result(timeout_s=0.0) is None
+
+
+def test_an_actor_waits_for_a_machine_that_may_come(inputs: GradientInputs, monkeypatch: pytest.MonkeyPatch) -> None:
+    """While stated machines with GPUs are away, the actor asks Ray for its GPUs instead of computing on the CPU."""
+    from service.tune.proposing import ray_gradients
+
+    started: list[tuple[float, str]] = []
+    nodes: list[dict[str, Any]] = [{"Alive": True, "Resources": {"CPU": 4.0}}]
+    actor = SimpleNamespace(
+        __ray_ready__=SimpleNamespace(remote=lambda: "start"), run=SimpleNamespace(remote=lambda request: "run")
+    )
+
+    def options(*, num_gpus: float, **_: Any) -> Any:
+        return SimpleNamespace(remote=lambda given: started.append((num_gpus, given.device)) or actor)
+
+    monkeypatch.setattr(ray_gradients, "available_resources_per_node", lambda: {"head": {"CPU": 4.0}})
+    monkeypatch.setattr(ray, "remote", lambda _: SimpleNamespace(options=options))
+    monkeypatch.setattr(ray, "nodes", lambda: nodes)
+    monkeypatch.setattr(ray, "kill", lambda _: None)
+    monkeypatch.setattr(ray, "wait", lambda *_, **__: ([], []))
+    monkeypatch.setattr(ray_gradients, "START_S", -1.0)
+    monkeypatch.setenv(VARIABLE, "gpus=2,nodes=2 memory=64GiB")
+    request = LossesRequest(label="", point=(), positions={"math": (0,)})
+    on_gpu = replace(inputs, device="cuda")
+    for count in (1, 2):
+        gradients = RayGradients(replace(on_gpu, num_gpus=count))
+        assert not gradients.is_waiting
+        gradients.begin(request)
+        assert gradients.result(timeout_s=0.0) is None
+        assert gradients.is_waiting
+    monkeypatch.setattr(ray_gradients, "COME_S", -1.0)
+    gradients = RayGradients(on_gpu)
+    gradients.begin(request)
+    with pytest.raises(EngineUnavailable, match="the gradient actor did not start in -1 s"):
+        gradients.result(timeout_s=0.0)
+    assert not gradients.is_waiting
+    assert started == [(1, "cuda"), (2, "cuda"), (1, "cuda")]
+    # Machines with fewer GPUs than are needed, and an actor that shares the GPU of an engine.
+    with pytest.raises(EngineUnavailable, match="planned on 4 GPUs of one machine"):
+        RayGradients(replace(on_gpu, num_gpus=4)).begin(request)
+    shares = replace(on_gpu, options=on_gpu.options.model_copy(update={"gpu_share_left": 0.4}))
+    assert not ray_gradients.may_come(shares)
+    nodes += [{"Alive": True, "Resources": {"GPU": 2.0}}] * 2
+    RayGradients(on_gpu).begin(request)
+    assert started[-1] == (0, "cpu"), "all stated machines are there, and their GPUs are in use"
+    nodes[-1] = {"Alive": False, "Resources": {"GPU": 2.0}}
+    assert ray_gradients.may_come(on_gpu)
+    monkeypatch.delenv(VARIABLE)
+    assert not ray_gradients.may_come(on_gpu)
 
 
 def test_actor_reads_requested_completions(inputs: GradientInputs) -> None:

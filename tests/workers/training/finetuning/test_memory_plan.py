@@ -19,6 +19,10 @@ PARAMETERS = 8_030_261_248
 
 @pytest.fixture(scope="module")
 def llama_3_8b() -> Any:
+    return headers()
+
+
+def headers() -> Any:
     """The headers of Llama-3-8B, without weights."""
     config = transformers.LlamaConfig(
         hidden_size=4096,
