@@ -151,6 +151,7 @@ class Job(_Document):
     def _display(self) -> Display:
         progress = self.get("progress") or {}
         planned, scored = progress.get("samples_planned"), progress.get("samples_scored")
+        steps_planned, steps = progress.get("steps_planned"), progress.get("steps", 0)
         queue = self.get("queue")
         best = progress.get("best_trial")
         facts = {
@@ -164,6 +165,7 @@ class Job(_Document):
             "searcher": self.get("algorithm"),
             "stage": progress.get("stage"),
             "trials": self._trials().removeprefix("trials: "),
+            "steps": steps_planned and f"{steps:,} of {steps_planned:,}",
             "samples": planned and f"{scored:,} of {planned:,} scored",
             "best so far": None if best is None else f"trial {best}: {_values_text(progress['best'])}",
             "time": f"created {_minute(self['created_at'])}, {duration(self['wall_clock_s'])} of work",

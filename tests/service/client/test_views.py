@@ -108,6 +108,15 @@ def test_documents_show_their_content(ask: Asker) -> None:
     assert "4/4" in Shown(finetune).text
 
 
+def test_a_job_shows_the_steps_of_its_searcher(client: Client) -> None:
+    """Steps are shown where there are some, and not for other studies or those of earlier versions."""
+    study = client.find("math-text-lookup")
+    progress = {**study["progress"], "steps": 1200, "steps_planned": 6000}
+    assert "1,200 of 6,000" in Shown(Job({**study, "progress": progress})).text
+    for other in (study["progress"], {k: v for k, v in progress.items() if not k.startswith("steps")}):
+        assert "steps" not in Shown(Job({**study, "progress": other})).text
+
+
 def test_texts_of_users_are_escaped(client: Client) -> None:
     """A script in any text of a document is text in the display."""
 

@@ -6,6 +6,7 @@ import { count, duration, percent, value, withMinuses } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { Figures } from '../../parts/Figures'
 import { Interval } from '../../parts/Interval'
+import { stepsOf } from '../../parts/steps'
 import { verified } from '../../parts/verified'
 import { overviewRoute } from '../../router'
 import { Checks } from './Checks'
@@ -95,6 +96,7 @@ export function Overview() {
 }
 function Key({ study, progress, summary: found }: { study: Study; progress: Progress | null; summary: Summary }) {
   const row = found.holdout.find((each) => each.trial === found.holdout_reference)
+  const steps = stepsOf(progress)
   const rows = [
     {
       term: 'best trial, on held-out data',
@@ -108,6 +110,7 @@ function Key({ study, progress, summary: found }: { study: Study; progress: Prog
         .map(([state, n]) => `${count(n)} ${state.toLowerCase()}`)
         .join(', '),
     },
+    ...(steps ? [{ term: 'steps', value: count(steps.made), note: `of ${count(steps.planned)} expected` }] : []),
     {
       term: 'samples scored',
       value: count(progress?.samples_scored ?? found.samples.scored),
