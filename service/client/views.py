@@ -466,7 +466,12 @@ def _estimates(found: Mapping[str, Any]) -> dict[str, Any]:
 def _training(progress: Mapping[str, Any] | None) -> tuple[str, str, str]:
     if progress is None:
         return "", "", ""
-    return f"{progress['step']}/{progress['steps']}", f"{progress['loss']:.4g}", _values_text(progress["values"])
+    loss = f"{progress['loss']:.4g}"
+    if progress.get("loss_at") == "offset":
+        loss += " at the offset"
+        if (at_weights := progress.get("weights_loss")) is not None:
+            loss += f", {at_weights:.4g} at the weights"
+    return f"{progress['step']}/{progress['steps']}", loss, _values_text(progress["values"])
 
 
 def _states(job: Mapping[str, Any]) -> str:

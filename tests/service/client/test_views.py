@@ -108,6 +108,15 @@ def test_documents_show_their_content(ask: Asker) -> None:
     assert "4/4" in Shown(finetune).text
 
 
+def test_a_fine_tuning_shows_where_losses_are_measured(client: Client) -> None:
+    finetune = client.find("family")
+    moved = {**finetune["experts"]["math"]["progress"], "loss": 2.0, "loss_at": "offset", "weights_loss": 1.5}
+    experts = {**finetune["experts"], "math": {**finetune["experts"]["math"], "progress": moved}}
+    shown = Shown(Job({**finetune, "experts": experts})).text
+    assert "2 at the offset, 1.5 at the weights" in shown
+    assert shown.count("at the offset") == 1
+
+
 def test_a_job_shows_the_steps_of_its_searcher(client: Client) -> None:
     """Steps are shown where there are some, and not for other studies or those of earlier versions."""
     study = client.find("math-text-lookup")

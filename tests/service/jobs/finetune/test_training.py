@@ -28,7 +28,7 @@ from service.jobs.finetune.study import begin_study
 from service.jobs.finetune.training import run_finetune, run_fleet
 from service.jobs.heartbeat import Heartbeat
 from service.resolved_study import ResolvedStudy
-from service.results.training import stored_analysis
+from service.results.training import stored_analysis, stored_curves
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES
@@ -254,6 +254,29 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
     history.add({"step": 26, "loss": 26.0, **update})
     later.store_new()
     assert store.events(record.id, kinds=[EventKind.TRAINING])[-1].payload["losses"] == [[26, 26.0]]
+
+
+def test_losses_at_the_weights_are_told_beside_those_at_the_offset(store: Store, tmp_path: Path) -> None:
+    """Every loss at the weights is stored, also of updates in the middle of an event; the progress has the last."""
+    record = stored(store, pipeline_of(tmp_path))
+    place = tmp_path / "place"
+    place.mkdir()
+    history = History(place / METRICS, is_writer=True, report=lambda _: None)
+    for step in range(1, 26):
+        at_weights = {"weights_loss": 0.5 * step} if step % 10 == 1 else {}
+        history.add({"step": step, "steps": 50, "loss": float(step), "alpha": 0.5, "seconds": 0.1, **at_weights})
+    writer = store.open_attempt(record.id)
+    heartbeat = Heartbeat(writer, 0.0)
+    _HistoryEvents(store, writer, heartbeat, {"sums": place}).store_new()
+    (event,) = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert event["weights_losses"] == [[1, 0.5], [11, 5.5], [21, 10.5]]
+    assert "offset_losses" not in event
+    assert heartbeat.progress is not None
+    progress = heartbeat.progress["experts"]["sums"]
+    assert (progress["loss"], progress["loss_at"], progress["weights_loss"]) == (25.0, "offset", 10.5)
+    (curves,) = stored_curves(store, record.id, ["sums"])["experts"]
+    assert curves["loss_at"] == "offset"
+    assert [point["step"] for point in curves["weights_loss"]] == [1, 11, 21]
 
 
 def test_a_training_that_waits_for_workers_is_not_stuck(store: Store, tmp_path: Path) -> None:
