@@ -17,9 +17,9 @@ from service.cli.terminal import console, print_json, print_json_line
 from service.results.losses import is_at_offset
 from service.types import JobState
 from workers.errors import InvalidTask, TrainingFailed
-from workers.training.finetuning.history import METRICS, read_history
+from workers.training.finetuning.history import LINEARIZED, METRICS, VALUES, read_history
 
-__all__ = ["finetune", "loss_text", "training_text"]
+__all__ = ["finetune", "loss_text", "training_text", "value_texts"]
 
 INTERVAL_S = 5.0
 
@@ -107,14 +107,22 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
 
 
 def _line(alias: str, summary: dict[str, Any], expert: Path) -> str:
-    linearized = summary.get("linearized_values", {})
-    values = "".join(
-        f", {name} {value:.3f}" + (f" ({linearized[name]:.3f} linearized)" if name in linearized else "")
-        for name, value in summary["values"].items()
-    )
+    values = "".join(f", {text}" for text in value_texts(summary))
     # Only the summaries of the method mergopt have a loss at the weights.
     loss = loss_text(summary, is_moved="weights_loss" in summary)
     return f"{alias}: {summary['steps']} steps, last {loss}{values}; expert: {expert}"
+
+
+def value_texts(line: Mapping[str, Any]) -> list[str]:
+    """Texts of the values of an evaluation, such as "math 0.610", by objective.
+
+    `line` has `values` and, for the method tangent, `linearized_values`, which are added in parentheses.
+    """
+    linearized = line.get(LINEARIZED, {})
+    return [
+        f"{name} {value:.3f}" + (f" ({linearized[name]:.3f} linearized)" if name in linearized else "")
+        for name, value in line.get(VALUES, {}).items()
+    ]
 
 
 def loss_text(line: Mapping[str, Any], *, is_moved: bool) -> str:
@@ -168,8 +176,10 @@ def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
 
 def _text(alias: str, lines: list[dict[str, Any]]) -> str:
     update = next((line for line in reversed(lines) if "loss" in line), None)
-    values: dict[str, float] = next((line["values"] for line in reversed(lines) if line.get("values")), {})
-    return f"{alias}: no update yet" if update is None else training_text({"expert": alias, **update, "values": values})
+    evaluation: dict[str, Any] = next((line for line in reversed(lines) if line.get(VALUES)), {})
+    if update is None:
+        return f"{alias}: no update yet"
+    return training_text({**evaluation, "expert": alias, **update})
 
 
 def training_text(line: Mapping[str, Any]) -> str:
@@ -182,5 +192,5 @@ def training_text(line: Mapping[str, Any]) -> str:
     loss = ""
     if "loss" in line:
         loss = f"  {loss_text(line, is_moved=is_at_offset(line))}  {line['seconds']:.2f} s a step"
-    scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())
+    scores = "".join(f"  {text}" for text in value_texts(line))
     return f"{line['expert']}: step {line['step']}{of}{loss}{scores}"

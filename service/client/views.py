@@ -471,7 +471,10 @@ def _training(progress: Mapping[str, Any] | None) -> tuple[str, str, str]:
         loss += " at the offset"
         if (at_weights := progress.get("weights_loss")) is not None:
             loss += f", {at_weights:.4g} at the weights"
-    return f"{progress['step']}/{progress['steps']}", loss, _values_text(progress["values"])
+    values = _values_text(progress["values"])
+    if linearized := progress.get("linearized_values"):
+        values += f"; linearized: {_values_text(linearized)}"
+    return f"{progress['step']}/{progress['steps']}", loss, values
 
 
 def _states(job: Mapping[str, Any]) -> str:

@@ -234,6 +234,14 @@ class StudyDocument(JobDocument):
     progress: ProgressDocument | None
 
 
+LinearizedValues = Annotated[
+    dict[str, float],
+    Field(
+        description="Values of the linearized model that the method tangent trains; `values` are those of the exported "
+        "weights."
+    ),
+]
+
 LossPlace = Annotated[
     Literal["weights", "offset"],
     Field(
@@ -256,6 +264,7 @@ class ExpertProgressDocument(TypedDict):
     values: Annotated[
         dict[str, float], Field(description="Values of the last evaluation by objective; empty before the first.")
     ]
+    linearized_values: NotRequired[LinearizedValues]
 
 
 class TrainingProgressDocument(TypedDict):
@@ -387,6 +396,7 @@ class LossPoint(TypedDict):
 class EvaluationPoint(TypedDict):
     step: int
     values: Values
+    linearized_values: NotRequired[LinearizedValues]
 
 
 class ExpertCurvesDocument(TypedDict):

@@ -21,7 +21,7 @@ from service.results.losses import PLURALS, is_at_offset
 from service.schemas.api import ExpertProgressDocument
 from service.store import JobWriter, Store
 from service.types import EventKind
-from workers.training.finetuning.history import METRICS, HistoryReader
+from workers.training.finetuning.history import LINEARIZED, METRICS, VALUES, HistoryReader
 
 __all__ = ["storing_events"]
 
@@ -129,7 +129,7 @@ def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
 
 def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocument | None) -> ExpertProgressDocument:
     update = next((line for line in reversed(lines) if "loss" in line), None)
-    values = next((line["values"] for line in reversed(lines) if "values" in line), None)
+    evaluation = next((line for line in reversed(lines) if VALUES in line), None)
     found: ExpertProgressDocument = before or {"step": 0, "steps": 0, "loss": 0.0, "seconds": 0.0, "values": {}}
     if update is not None:
         found = {
@@ -144,7 +144,11 @@ def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocum
         measured = [line["weights_loss"] for line in lines if "weights_loss" in line]
         if measured:
             found["weights_loss"] = measured[-1]
-    return found if values is None else {**found, "values": values}
+    if evaluation is not None:
+        found = {**found, "values": evaluation[VALUES]}
+        if LINEARIZED in evaluation:
+            found["linearized_values"] = evaluation[LINEARIZED]
+    return found
 
 
 def _is_older(file: Path, other: Path) -> bool:

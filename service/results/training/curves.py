@@ -11,7 +11,7 @@ from service.results.losses import PLURALS, is_at_offset
 from service.schemas.api import CurvesDocument, EvaluationPoint, ExpertCurvesDocument, LossPoint
 from service.store import Store
 from service.types import EventKind
-from workers.training.finetuning.history import METRICS, read_history
+from workers.training.finetuning.history import LINEARIZED, METRICS, read_history
 
 __all__ = ["MAX_POINTS", "directory_curves", "stored_curves"]
 
@@ -44,15 +44,16 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
     one step, and an event has the losses of several steps. If several lines have the same step, the last one is used.
     """
     losses: dict[str, dict[int, float]] = {"loss": {}, "weights_loss": {}, "offset_loss": {}}
-    values: dict[int, Mapping[str, float]] = {}
+    evaluations: dict[int, EvaluationPoint] = {}
     for line in lines:
         if "values" in line:
-            values[line["step"]] = line["values"]
+            evaluations[line["step"]] = {"step": line["step"], "values": line["values"]}
+            if LINEARIZED in line:
+                evaluations[line["step"]]["linearized_values"] = line[LINEARIZED]
         else:
             for name, found in losses.items():
                 own = [[line["step"], line[name]]] if name in line else []
                 found |= dict(line.get(PLURALS[name], own))
-    evaluations: list[EvaluationPoint] = [{"step": step, "values": dict(values[step])} for step in sorted(values)]
     curves = {name: _thinned(sorted(found.items())) for name, found in losses.items()}
     return {
         "expert": alias,
@@ -60,7 +61,7 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
         "loss_at": "offset" if any(map(is_at_offset, lines)) else "weights",
         "weights_loss": curves["weights_loss"],
         "offset_loss": curves["offset_loss"],
-        "evaluations": evaluations,
+        "evaluations": [evaluations[step] for step in sorted(evaluations)],
     }
 
 

@@ -21,6 +21,9 @@ __all__ = ["render_training"]
 # Where a loss is measured, after its value or the name of its expert.
 AT_OFFSET, AT_WEIGHTS = ", at the offset", ", at the weights"
 
+# After the name of an expert of the method tangent, whose linearization was evaluated.
+LINEARIZED_MARK = ", linearized"
+
 # The style of an expert's second line in a chart.
 DASHED = "stroke-dasharray:5 3"
 
@@ -104,7 +107,13 @@ def _last_loss(expert: ExpertCurvesDocument) -> str:
 
 
 def _legend(experts: Sequence[ExpertCurvesDocument]) -> Markup:
-    return legend([Legend(expert["expert"], "loss", "line", style=_stroke(i)) for i, expert in enumerate(experts)])
+    entries = []
+    for index, expert in enumerate(experts):
+        entries.append(Legend(expert["expert"], "loss", "line", style=_stroke(index)))
+        if any("linearized_values" in point for point in expert["evaluations"]):
+            style = f"{_stroke(index)};{DASHED}"
+            entries.append(Legend(f"{expert['expert']}{LINEARIZED_MARK}", "loss", "line", style=style))
+    return legend(entries)
 
 
 def _losses(experts: Sequence[ExpertCurvesDocument]) -> Markup | None:
@@ -129,27 +138,34 @@ def _losses(experts: Sequence[ExpertCurvesDocument]) -> Markup | None:
 
 def _evaluations(experts: Sequence[ExpertCurvesDocument], name: str) -> Markup:
     lines = [
-        [(float(p["step"]), p["values"][name]) for p in expert["evaluations"] if name in p["values"]]
-        for expert in experts
+        (index, mark, [(float(p["step"]), values[name]) for p, values in found if name in values])
+        for index, expert in enumerate(experts)
+        for mark, found in (
+            ("", [(point, point["values"]) for point in expert["evaluations"]]),
+            (LINEARIZED_MARK, [(point, point.get("linearized_values", {})) for point in expert["evaluations"]]),
+        )
     ]
     plot = Plot(
-        _steps(int(max(step for line in lines for step, _ in line))),
-        nice_scale(value for line in lines for _, value in line),
+        _steps(int(max(step for _, _, line in lines for step, _ in line))),
+        nice_scale(value for _, _, line in lines for _, value in line),
         label=f"{name} of every expert in the course of training",
         x_title="update",
         height=210,
     )
-    for index, line in enumerate(lines):
-        plot.curve(line, css="loss", style=_stroke(index))
+    for index, mark, line in lines:
+        plot.curve(line, css="loss", style=f"{_stroke(index)};{DASHED}" if mark else _stroke(index))
         for step, value in line:
-            title = f"{experts[index]['expert']}, update {step:.0f}: {number_text(value)}"
+            title = f"{experts[index]['expert']}{mark}, update {step:.0f}: {number_text(value)}"
             plot.point(step, value, css="dot", style=_fill(index), title=title, size=3)
     return plot.render()
 
 
 def _last(expert: ExpertCurvesDocument, name: str) -> str:
-    found = [point["values"][name] for point in expert["evaluations"] if name in point["values"]]
-    return number_text(found[-1]) if found else ""
+    found = [point for point in expert["evaluations"] if name in point["values"]]
+    if not found:
+        return ""
+    text, linearized = number_text(found[-1]["values"][name]), found[-1].get("linearized_values", {})
+    return f"{text} ({number_text(linearized[name])} linearized)" if name in linearized else text
 
 
 def _steps(last: int) -> Scale:

@@ -204,6 +204,8 @@ def test_progress_is_the_latest_line() -> None:
     ]
     assert finetune_view._text("math", lines) == "math: step 2  loss 1.5000  0.50 s a step  math 0.250"
     assert finetune_view._text("math", []) == "math: no update yet"
+    tangent = [*lines[:1], {**lines[1], "linearized_values": {"math": 0.5}}]
+    assert finetune_view._text("math", tangent).endswith("0.50 s a step  math 0.250 (0.500 linearized)")
     moved = {"step": 11, "loss": 2.0, "alpha": 0.5, "weights_loss": 1.5, "seconds": 0.5}
     assert "loss 2.0000 at the offset, 1.5000 at the weights  0.50 s" in finetune_view._text("math", [moved])
     assert "loss 2.0000, 2.5000 at the offset  0.50 s" in finetune_view._text(

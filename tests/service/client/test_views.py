@@ -115,6 +115,10 @@ def test_a_fine_tuning_shows_where_losses_are_measured(client: Client) -> None:
     shown = Shown(Job({**finetune, "experts": experts})).text
     assert "2 at the offset, 1.5 at the weights" in shown
     assert shown.count("at the offset") == 1
+    tangent = {**finetune["experts"]["math"]["progress"], "linearized_values": {"accuracy": 0.75}}
+    experts["math"] = {**experts["math"], "progress": tangent}
+    shown = Shown(Job({**finetune, "experts": experts})).text
+    assert "; linearized: accuracy 0.75" in shown
 
 
 def test_a_job_shows_the_steps_of_its_searcher(client: Client) -> None:

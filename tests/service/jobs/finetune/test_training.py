@@ -237,7 +237,7 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
         history.add({"step": step, "loss": float(step), **update})
     writer = store.open_attempt(record.id)
     _HistoryEvents(store, writer, Heartbeat(writer, 0.0), {"sums": place}).store_new()
-    history.add({"step": 25, "values": {"math": 0.5}})
+    history.add({"step": 25, "values": {"math": 0.5}, "linearized_values": {"math": 0.75}})
     heartbeat = Heartbeat(writer, 0.0)
     later = _HistoryEvents(store, writer, heartbeat, {"sums": place})
     later.store_new()
@@ -245,15 +245,38 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
     first, second = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
     assert (first["step"], first["loss"], len(first["losses"])) == (25, 25.0, 9)
     assert first["losses"][:2] == [[3, 2.0], [6, 5.0]]
-    assert second == {"expert": "sums", "step": 25, "values": {"math": 0.5}}
+    values = {"values": {"math": 0.5}, "linearized_values": {"math": 0.75}}
+    assert second == {"expert": "sums", "step": 25, **values}
     assert heartbeat.progress == {
-        "experts": {"sums": {"step": 25, "steps": 50, "loss": 25.0, "seconds": 0.1, "values": {"math": 0.5}}}
+        "experts": {"sums": {"step": 25, "steps": 50, "loss": 25.0, "seconds": 0.1, **values}}
     }
     history.forget_after(20)  # a worker has died and goes on from a checkpoint
     history.add({"step": 21, "loss": 21.0, **update})
     history.add({"step": 26, "loss": 26.0, **update})
     later.store_new()
     assert store.events(record.id, kinds=[EventKind.TRAINING])[-1].payload["losses"] == [[26, 26.0]]
+
+
+def test_the_values_of_a_linearized_model_are_kept(store: Store, tmp_path: Path) -> None:
+    """The stored expert of the method tangent has the values of the model that was trained beside its own."""
+    spec_of(tmp_path)  # writes the base and the data
+    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    document = {
+        "name": "sums",
+        "base": "base",
+        "data": {"file": "data.jsonl", "max_length": 64},
+        "method": {"kind": "tangent"},
+        "training": {"steps": 2, "batch": 2},
+        "evaluation": {"objectives": [objective], "every": 2, "samples": 4},
+    }
+    pipeline = Pipeline("sums", {"sums": parse_spec(document, tmp_path)}, None, None, is_fleet=False)
+    record = stored(store, pipeline)
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), resources=HERE) == 0
+    facts = ArtifactStore(store, artifacts_dir(tmp_path)).get(record.id, "sums").facts
+    assert facts["linearized_values"].keys() == facts["values"].keys()
+    progress = store.job(record.id).progress
+    assert progress is not None
+    assert progress["experts"]["sums"]["linearized_values"] == facts["linearized_values"]
 
 
 def test_losses_at_the_weights_are_told_beside_those_at_the_offset(store: Store, tmp_path: Path) -> None:

@@ -47,3 +47,18 @@ def test_the_report_names_where_losses_are_measured(tmp_path: Path) -> None:
     for name in ("math, at the offset", "math, at the weights", "text", "text, at the offset"):
         assert f"{name}</" in page
     assert page.count("stroke-dasharray:5 3") == 2 + 11 + 2, "in the legend, and between the points of both"
+
+
+def test_a_linearized_model_is_beside_its_exported_weights(tmp_path: Path) -> None:
+    places = histories(tmp_path)
+    evaluation = {"step": 12, "values": {"sums": 0.25}}
+    History(places["math"] / METRICS, is_writer=True, report=lambda _: None).add(evaluation)
+    linearized = {**evaluation, "linearized_values": {"sums": 0.75}}
+    History(places["text"] / METRICS, is_writer=True, report=lambda _: None).add(linearized)
+    curves = directory_curves(places)
+    assert [expert["evaluations"] for expert in curves["experts"]] == [[evaluation], [linearized]]
+    page = render_training(parse_pipeline(finetuning()), curves, state="RUNNING")
+    assert "text, linearized, update 12: 0.750" in page
+    assert "text, linearized</" in page
+    assert "0.250 (0.750 linearized)" in page
+    assert "math, linearized" not in page

@@ -8,7 +8,7 @@ import { escaped } from '../../charts/escaped'
 import { type Palette, axis } from '../../charts/palette'
 import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
-import { type Line, lossLines, nameOf } from './lines'
+import { type Line, lossLines, nameOf, valueLines } from './lines'
 
 // Lines of more experts than there are colours differ in their dashes, and all of them in their marks.
 const DASHES = ['solid', 'dashed', 'dotted'] as const
@@ -58,16 +58,7 @@ function Charts({ experts }: { experts: CurvesOfExperts['experts'] }) {
 }
 
 function Evaluation({ name, experts }: { name: string; experts: CurvesOfExperts['experts'] }) {
-  const lines = useMemo(
-    () =>
-      experts.map(({ expert, evaluations }, index): Line => {
-        const points = evaluations.flatMap(({ step, values }): [number, number][] =>
-          values[name] === undefined ? [] : [[step, values[name]]],
-        )
-        return { expert, index, points }
-      }),
-    [name, experts],
-  )
+  const lines = useMemo(() => valueLines(name, experts), [name, experts])
   return <LineChart label={`${name} of each expert`} name={name} lines={lines} />
 }
 

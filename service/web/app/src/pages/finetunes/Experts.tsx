@@ -2,7 +2,7 @@ import { Progress } from '@mantine/core'
 import { BASE } from '../../api/client'
 import type { Finetune } from '../../api/types'
 import { bytes, count, duration, value } from '../../format'
-import { AT_OFFSET, AT_WEIGHTS } from './lines'
+import { AT_OFFSET, AT_WEIGHTS, LINEARIZED } from './lines'
 
 /** Each expert with its progress, its last loss and evaluation, and its download. */
 export function Experts({ finetune }: { finetune: Finetune }) {
@@ -67,7 +67,12 @@ export function Experts({ finetune }: { finetune: Finetune }) {
                   {progress && (progress.seconds < 10 ? `${progress.seconds.toFixed(2)}s` : duration(progress.seconds))}
                 </td>
                 {names.map((name) => (
-                  <td key={name}>{value(progress?.values[name])}</td>
+                  <td key={name}>
+                    {value(progress?.values[name])}
+                    {progress?.linearized_values?.[name] !== undefined && (
+                      <small>{`${value(progress.linearized_values[name])} ${LINEARIZED}`}</small>
+                    )}
+                  </td>
                 ))}
                 <td>
                   {size === null ? (

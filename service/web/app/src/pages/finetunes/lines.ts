@@ -14,6 +14,7 @@ export interface Line {
 
 export const AT_OFFSET = 'at the offset'
 export const AT_WEIGHTS = 'at the weights'
+export const LINEARIZED = 'linearized'
 
 /** The name of a line in a legend, such as `math, at the offset`. */
 export const nameOf = ({ expert, at }: Pick<Line, 'expert' | 'at'>) => (at === undefined ? expert : `${expert}, ${at}`)
@@ -37,5 +38,20 @@ export function lossLines(
     return second.length === 0
       ? [first]
       : [first, { ...line(second), at: isMoved ? AT_WEIGHTS : AT_OFFSET, isSecond: true }]
+  })
+}
+
+/** The values of an objective of each expert and, of the method tangent, those of the linearized model it trains. */
+export function valueLines(name: string, experts: readonly Pick<Expert, 'expert' | 'evaluations'>[]): Line[] {
+  return experts.flatMap(({ expert, evaluations }, index) => {
+    const points = (key: 'values' | 'linearized_values') =>
+      evaluations.flatMap(({ step, [key]: values }): [number, number][] =>
+        values?.[name] === undefined ? [] : [[step, values[name]]],
+      )
+    const linearized = points('linearized_values')
+    const line: Line = { expert, index, points: points('values') }
+    return linearized.length === 0
+      ? [line]
+      : [line, { expert, index, at: LINEARIZED, isSecond: true, points: linearized }]
   })
 }
