@@ -260,7 +260,9 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
 def test_the_values_of_a_linearized_model_are_kept(store: Store, tmp_path: Path) -> None:
     """The stored expert of the method tangent has the values of the model that was trained beside its own."""
     spec_of(tmp_path)  # writes the base and the data
-    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    rows = [json.dumps({"prompt": f"{i}=", "answer": str(i)}) for i in range(8)]
+    (tmp_path / "held.jsonl").write_text("\n".join(rows) + "\n")
+    objective = {"name": "sums", "task": {"file": "held.jsonl", "max_tokens": 4}, "metric": "exact_match"}
     document = {
         "name": "sums",
         "base": "base",

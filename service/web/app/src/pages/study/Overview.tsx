@@ -15,6 +15,7 @@ import { HeldOut } from './HeldOut'
 import { History } from './History'
 import { Hypervolume } from './Hypervolume'
 import { Lineage } from './Lineage'
+import { Policies } from './Policies'
 import { Selected } from './Selected'
 import { useStudy } from './StudyLayout'
 
@@ -81,6 +82,7 @@ export function Overview() {
         </Answer>
       </section>
       {study.objectives.length > 1 && <Hypervolume study={study} />}
+      <Policies study={study} />
       <section aria-labelledby="held-out">
         <h2 id="held-out">Held-out data</h2>
         <Answer of={results}>{(found) => <HeldOut study={study} summary={found} />}</Answer>
