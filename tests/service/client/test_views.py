@@ -109,7 +109,7 @@ def test_documents_show_their_content(ask: Asker) -> None:
 
 
 def test_a_fine_tuning_shows_where_losses_are_measured(client: Client) -> None:
-    finetune = client.find("family")
+    finetune = cast("dict[str, Any]", client.find("family"))
     moved = {**finetune["experts"]["math"]["progress"], "loss": 2.0, "loss_at": "offset", "weights_loss": 1.5}
     experts = {**finetune["experts"], "math": {**finetune["experts"]["math"], "progress": moved}}
     shown = Shown(Job({**finetune, "experts": experts})).text
@@ -123,7 +123,7 @@ def test_a_fine_tuning_shows_where_losses_are_measured(client: Client) -> None:
 
 def test_a_job_shows_the_steps_of_its_searcher(client: Client) -> None:
     """Steps are shown where there are some, and not for other studies or those of earlier versions."""
-    study = client.find("math-text-lookup")
+    study = cast("dict[str, Any]", client.find("math-text-lookup"))
     progress = {**study["progress"], "steps": 1200, "steps_planned": 6000}
     assert "1,200 of 6,000" in Shown(Job({**study, "progress": progress})).text
     for other in (study["progress"], {k: v for k, v in progress.items() if not k.startswith("steps")}):

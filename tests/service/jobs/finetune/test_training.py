@@ -257,6 +257,7 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
     assert store.events(record.id, kinds=[EventKind.TRAINING])[-1].payload["losses"] == [[26, 26.0]]
 
 
+@pytest.mark.slow
 def test_the_values_of_a_linearized_model_are_kept(store: Store, tmp_path: Path) -> None:
     """The stored expert of the method tangent has the values of the model that was trained beside its own."""
     spec_of(tmp_path)  # writes the base and the data
