@@ -199,6 +199,19 @@ def _progress(key: str) -> Callable[[Scrape], Samples]:
     return _each_job(lambda job: job.progress.get(key) if _has_search(job) and job.progress else None)
 
 
+def _steps(key: str) -> Callable[[Scrape], Samples]:
+    """Make `Metric.read` for a metric with one sample for each study whose searcher makes steps: a number of them.
+
+    `key` is the name of the number in the study's stored progress. Steps are gradient steps and policy updates.
+    """
+
+    def value(job: JobRecord) -> float | None:
+        progress = job.progress if _has_search(job) and job.progress else {}
+        return progress.get(key) if progress.get("steps_planned") else None
+
+    return _each_job(value)
+
+
 def _states(scrape: Scrape) -> Samples:
     for job in scrape.stored.shown if scrape.stored is not None else ():
         yield {**_of_job(job), "state": job.state.value}, 1
@@ -428,6 +441,20 @@ METRICS = (
         "Samples that the study is expected to score in all.",
         JOB,
         _progress("samples_planned"),
+    ),
+    Metric(
+        "mergesearch_study_steps_total",
+        "counter",
+        "Gradient steps and policy updates that the study has made, as of its last heartbeat.",
+        JOB,
+        _steps("steps"),
+    ),
+    Metric(
+        "mergesearch_study_steps_planned",
+        "gauge",
+        "Steps that the study is expected to make in all; those of a refinement are counted after the search.",
+        JOB,
+        _steps("steps_planned"),
     ),
     Metric("mergesearch_study_trials", "gauge", "Trials of the study by state.", (*JOB, "state"), _trials),
     Metric(

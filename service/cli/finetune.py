@@ -14,11 +14,12 @@ from typing import Any
 
 from search_spaces.errors import InvalidStudy
 from service.cli.terminal import console, print_json, print_json_line
+from service.results.losses import is_at_offset
 from service.types import JobState
 from workers.errors import InvalidTask, TrainingFailed
-from workers.training.finetuning.history import METRICS, read_history
+from workers.training.finetuning.history import LINEARIZED, METRICS, VALUES, read_history
 
-__all__ = ["finetune", "training_text"]
+__all__ = ["finetune", "loss_text", "training_text", "value_texts"]
 
 INTERVAL_S = 5.0
 
@@ -106,12 +107,36 @@ def finetune(options: argparse.Namespace, *, run_study: Callable[[Any, Path], in
 
 
 def _line(alias: str, summary: dict[str, Any], expert: Path) -> str:
-    linearized = summary.get("linearized_values", {})
-    values = "".join(
-        f", {name} {value:.3f}" + (f" ({linearized[name]:.3f} linearized)" if name in linearized else "")
-        for name, value in summary["values"].items()
-    )
-    return f"{alias}: {summary['steps']} steps, last loss {summary['loss']:.4f}{values}; expert: {expert}"
+    values = "".join(f", {text}" for text in value_texts(summary))
+    # Only the summaries of the method mergopt have a loss at the weights.
+    loss = loss_text(summary, is_moved="weights_loss" in summary)
+    return f"{alias}: {summary['steps']} steps, last {loss}{values}; expert: {expert}"
+
+
+def value_texts(line: Mapping[str, Any]) -> list[str]:
+    """Texts of the values of an evaluation, such as "math 0.610", by objective.
+
+    `line` has `values` and, for the method tangent, `linearized_values`, which are added in parentheses.
+    """
+    linearized = line.get(LINEARIZED, {})
+    return [
+        f"{name} {value:.3f}" + (f" ({linearized[name]:.3f} linearized)" if name in linearized else "")
+        for name, value in line.get(VALUES, {}).items()
+    ]
+
+
+def loss_text(line: Mapping[str, Any], *, is_moved: bool) -> str:
+    """Text of a training's loss, such as "loss 1.2500 at the offset, 1.1000 at the weights".
+
+    `line` has the number `loss` and, if they were measured, `weights_loss` and `offset_loss`. `is_moved` says that
+    `loss` is measured at the offset that the method mergopt draws, and not at the weights.
+    """
+    text = f"loss {line['loss']:.4f}{' at the offset' if is_moved else ''}"
+    if "weights_loss" in line:
+        text += f", {line['weights_loss']:.4f} at the weights"
+    if "offset_loss" in line:
+        text += f", {line['offset_loss']:.4f} at the offset"
+    return text
 
 
 def _note(text: str) -> None:
@@ -151,8 +176,10 @@ def _progress(places: dict[str, Path], *, as_json: bool) -> Iterator[None]:
 
 def _text(alias: str, lines: list[dict[str, Any]]) -> str:
     update = next((line for line in reversed(lines) if "loss" in line), None)
-    values: dict[str, float] = next((line["values"] for line in reversed(lines) if line.get("values")), {})
-    return f"{alias}: no update yet" if update is None else training_text({"expert": alias, **update, "values": values})
+    evaluation: dict[str, Any] = next((line for line in reversed(lines) if line.get(VALUES)), {})
+    if update is None:
+        return f"{alias}: no update yet"
+    return training_text({**evaluation, "expert": alias, **update})
 
 
 def training_text(line: Mapping[str, Any]) -> str:
@@ -162,6 +189,8 @@ def training_text(line: Mapping[str, Any]) -> str:
     evaluation, as JSON.
     """
     of = f" of {line['steps']}" if line.get("steps") else ""
-    loss = f"  loss {line['loss']:.4f}  {line['seconds']:.2f} s a step" if "loss" in line else ""
-    scores = "".join(f"  {name} {value:.3f}" for name, value in line.get("values", {}).items())
+    loss = ""
+    if "loss" in line:
+        loss = f"  {loss_text(line, is_moved=is_at_offset(line))}  {line['seconds']:.2f} s a step"
+    scores = "".join(f"  {text}" for text in value_texts(line))
     return f"{line['expert']}: step {line['step']}{of}{loss}{scores}"

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
+from service.cli.finetune import loss_text, value_texts
 from service.cli.tables import id_digits, job_table, local_time, state_text, titled
 from service.results.format import duration
 from service.results.training.pictures import has_values, merge_columns, merge_rows, vectors_of
@@ -90,6 +91,7 @@ def _expert_text(expert: ExpertDocument) -> str:
     if progress is None:
         return f"{expert['method']}, not begun"
     of = f" of {progress['steps']}" if expert["bytes"] is None else ""
-    values = "".join(f", {name} {value:.3f}" for name, value in progress["values"].items())
+    values = "".join(f", {text}" for text in value_texts(progress))
     state = "trained, " if expert["bytes"] is not None else ""
-    return f"{expert['method']}, {state}update {progress['step']}{of}, loss {progress['loss']:.4f}{values}"
+    loss = loss_text(progress, is_moved=progress.get("loss_at") == "offset")
+    return f"{expert['method']}, {state}update {progress['step']}{of}, {loss}{values}"

@@ -339,6 +339,8 @@ def study_table(study: StudyDocument, *, server: str) -> Table:
     rows.append(("trials", _trials_text(study)))
     if progress:
         rows.append(("stage", progress["stage"]))
+        if planned := progress.get("steps_planned"):  # 0 for a searcher without steps; earlier versions send none
+            rows.append(("steps", f"{progress.get('steps', 0):,} of {planned:,}"))
         rows.append(("samples", f"{progress['samples_scored']:,} of {progress['samples_planned']:,}"))
         if (limit := progress.get("max_samples")) is not None:
             used = progress.get("samples_used", 0)

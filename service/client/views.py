@@ -151,6 +151,7 @@ class Job(_Document):
     def _display(self) -> Display:
         progress = self.get("progress") or {}
         planned, scored = progress.get("samples_planned"), progress.get("samples_scored")
+        steps_planned, steps = progress.get("steps_planned"), progress.get("steps", 0)
         queue = self.get("queue")
         best = progress.get("best_trial")
         facts = {
@@ -164,6 +165,7 @@ class Job(_Document):
             "searcher": self.get("algorithm"),
             "stage": progress.get("stage"),
             "trials": self._trials().removeprefix("trials: "),
+            "steps": steps_planned and f"{steps:,} of {steps_planned:,}",
             "samples": planned and f"{scored:,} of {planned:,} scored",
             "best so far": None if best is None else f"trial {best}: {_values_text(progress['best'])}",
             "time": f"created {_minute(self['created_at'])}, {duration(self['wall_clock_s'])} of work",
@@ -464,7 +466,15 @@ def _estimates(found: Mapping[str, Any]) -> dict[str, Any]:
 def _training(progress: Mapping[str, Any] | None) -> tuple[str, str, str]:
     if progress is None:
         return "", "", ""
-    return f"{progress['step']}/{progress['steps']}", f"{progress['loss']:.4g}", _values_text(progress["values"])
+    loss = f"{progress['loss']:.4g}"
+    if progress.get("loss_at") == "offset":
+        loss += " at the offset"
+        if (at_weights := progress.get("weights_loss")) is not None:
+            loss += f", {at_weights:.4g} at the weights"
+    values = _values_text(progress["values"])
+    if linearized := progress.get("linearized_values"):
+        values += f"; linearized: {_values_text(linearized)}"
+    return f"{progress['step']}/{progress['steps']}", loss, values
 
 
 def _states(job: Mapping[str, Any]) -> str:

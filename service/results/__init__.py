@@ -25,6 +25,7 @@
 - `phases`: the seconds that each phase of a search took
 - `ranges`: samples outside the range of their objective
 - `statistics`: means, differences and their 95 % intervals
+- `losses`: where the losses of a training are measured, and their keys in events
 - `format`: durations and counts as text, and the order of held-out rows
 - `series`: the data series of charts
 - `report`: report.html

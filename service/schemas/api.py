@@ -234,16 +234,37 @@ class StudyDocument(JobDocument):
     progress: ProgressDocument | None
 
 
+LinearizedValues = Annotated[
+    dict[str, float],
+    Field(
+        description="Values of the linearized model that the method tangent trains; `values` are those of the exported "
+        "weights."
+    ),
+]
+
+LossPlace = Annotated[
+    Literal["weights", "offset"],
+    Field(
+        description="Where `loss` is measured: at the weights, or at the offset to which the method mergopt moves them."
+    ),
+]
+
+
 class ExpertProgressDocument(TypedDict):
     """Progress of the training of an expert."""
 
     step: Annotated[int, Field(description="Number of updates so far.")]
     steps: Annotated[int, Field(description="Planned number of updates.")]
     loss: Annotated[float, Field(description="Loss of the last update.")]
+    loss_at: NotRequired[LossPlace]
+    weights_loss: NotRequired[
+        Annotated[float, Field(description="Last loss at the weights, of every tenth update, if `loss_at` is offset.")]
+    ]
     seconds: Annotated[float, Field(description="Seconds that the last update took.")]
     values: Annotated[
         dict[str, float], Field(description="Values of the last evaluation by objective; empty before the first.")
     ]
+    linearized_values: NotRequired[LinearizedValues]
 
 
 class TrainingProgressDocument(TypedDict):
@@ -375,11 +396,19 @@ class LossPoint(TypedDict):
 class EvaluationPoint(TypedDict):
     step: int
     values: Values
+    linearized_values: NotRequired[LinearizedValues]
 
 
 class ExpertCurvesDocument(TypedDict):
     expert: str
     loss: list[LossPoint]
+    loss_at: LossPlace
+    weights_loss: Annotated[
+        list[LossPoint], Field(description="Losses at the weights, of every tenth update, if `loss_at` is offset.")
+    ]
+    offset_loss: Annotated[
+        list[LossPoint], Field(description="Losses at the offset that raises the loss, of the methods sam and asam.")
+    ]
     evaluations: list[EvaluationPoint]
 
 

@@ -191,9 +191,13 @@ def check_logs(server: Server, study: str) -> None:
 
 
 def dashboards_show_all(prometheus: Prometheus, *, last_s: float) -> None:
-    """Check that every query of every dashboard gives a series, and that a wrong metric's name is noticed."""
+    """Check that every query of every dashboard gives a series, and that a wrong metric's name is noticed.
+
+    Those of steps give none: the study's searcher makes no steps.
+    """
     for file in DASHBOARDS:
-        assert without_series(prometheus, load(file), last_s=last_s) == []
+        missing = without_series(prometheus, load(file), last_s=last_s)
+        assert [query for query in missing if "mergesearch_study_steps_" not in query.expression] == []
     dashboard = load(DASHBOARDS[0])
     target = dashboard["panels"][-1]["targets"][0]
     target["expr"] = target["expr"].replace("DCGM_FI_DEV_", "DCGM_FI_DEVICE_")

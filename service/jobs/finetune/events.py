@@ -17,10 +17,11 @@ from typing import Any
 
 from service.errors import StaleAttempt
 from service.jobs.heartbeat import WORKERS, Heartbeat
+from service.results.losses import PLURALS, is_at_offset
 from service.schemas.api import ExpertProgressDocument
 from service.store import JobWriter, Store
 from service.types import EventKind
-from workers.training.finetuning.history import METRICS, HistoryReader
+from workers.training.finetuning.history import LINEARIZED, METRICS, VALUES, HistoryReader
 
 __all__ = ["storing_events"]
 
@@ -111,19 +112,24 @@ def _summed(updates: Sequence[Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Yield one event for several training `updates`: the last update, with all losses under the key "losses".
 
     This key has at most 10 pairs (step, loss), where a step is the number of an update. A pair represents several
-    adjacent updates by the step of the last update and the mean of their losses. If there are no updates, no event is
+    adjacent updates by the step of the last update and the mean of their losses. Losses that only some updates or some
+    methods have, at the weights and at an offset, are in keys of their own. If there are no updates, no event is
     yielded.
     """
     if updates:
-        size = -(-len(updates) // MAX_LOSSES)
-        groups = [updates[start : start + size] for start in range(0, len(updates), size)]
-        losses = [[group[-1]["step"], fmean(update["loss"] for update in group)] for group in groups]
-        yield {**updates[-1], "losses": losses}
+        event = dict(updates[-1])
+        for name, plural in PLURALS.items():
+            measured = [(update["step"], update[name]) for update in updates if name in update]
+            size = -(-len(measured) // MAX_LOSSES) or 1
+            groups = [measured[start : start + size] for start in range(0, len(measured), size)]
+            if groups:
+                event[plural] = [[group[-1][0], fmean(loss for _, loss in group)] for group in groups]
+        yield event
 
 
 def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocument | None) -> ExpertProgressDocument:
     update = next((line for line in reversed(lines) if "loss" in line), None)
-    values = next((line["values"] for line in reversed(lines) if "values" in line), None)
+    evaluation = next((line for line in reversed(lines) if VALUES in line), None)
     found: ExpertProgressDocument = before or {"step": 0, "steps": 0, "loss": 0.0, "seconds": 0.0, "values": {}}
     if update is not None:
         found = {
@@ -133,7 +139,16 @@ def _progress(lines: Sequence[Mapping[str, Any]], *, before: ExpertProgressDocum
             "loss": update["loss"],
             "seconds": update["seconds"],
         }
-    return found if values is None else {**found, "values": values}
+        if is_at_offset(update):
+            found["loss_at"] = "offset"
+        measured = [line["weights_loss"] for line in lines if "weights_loss" in line]
+        if measured:
+            found["weights_loss"] = measured[-1]
+    if evaluation is not None:
+        found = {**found, "values": evaluation[VALUES]}
+        if LINEARIZED in evaluation:
+            found["linearized_values"] = evaluation[LINEARIZED]
+    return found
 
 
 def _is_older(file: Path, other: Path) -> bool:

@@ -18,7 +18,7 @@ from service.jobs.finetune.training import run_fleet
 from service.types import JobState
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.training.finetuning.fleet import parse_pipeline
-from workers.training.finetuning.history import CHECKPOINTS
+from workers.training.finetuning.history import CHECKPOINTS, LINEARIZED, VALUES
 
 __all__ = ["work"]
 
@@ -32,7 +32,9 @@ def work(attempt: Attempt) -> None:
     """
 
     def keep(alias: str, summary: Mapping[str, Any]) -> None:
-        facts = {name: summary[name] for name in ("method", "steps", "loss", "values")}
+        facts = {name: summary[name] for name in ("method", "steps", "loss", VALUES)}
+        if LINEARIZED in summary:  # of the method tangent
+            facts[LINEARIZED] = summary[LINEARIZED]
         artifacts.put(writer.job_id, alias, places[alias] / EXPERT_DIR, facts=facts)
         heartbeat.progressed()
 

@@ -7,10 +7,11 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+from service.results.losses import PLURALS, is_at_offset
 from service.schemas.api import CurvesDocument, EvaluationPoint, ExpertCurvesDocument, LossPoint
 from service.store import Store
 from service.types import EventKind
-from workers.training.finetuning.history import METRICS, read_history
+from workers.training.finetuning.history import LINEARIZED, METRICS, read_history
 
 __all__ = ["MAX_POINTS", "directory_curves", "stored_curves"]
 
@@ -42,15 +43,26 @@ def _expert(alias: str, lines: Sequence[Mapping[str, Any]]) -> ExpertCurvesDocum
     A line with the key "values" is an evaluation. Any other line has losses: a line of a history file has the loss of
     one step, and an event has the losses of several steps. If several lines have the same step, the last one is used.
     """
-    losses: dict[int, float] = {}
-    values: dict[int, Mapping[str, float]] = {}
+    losses: dict[str, dict[int, float]] = {"loss": {}, "weights_loss": {}, "offset_loss": {}}
+    evaluations: dict[int, EvaluationPoint] = {}
     for line in lines:
         if "values" in line:
-            values[line["step"]] = line["values"]
+            evaluations[line["step"]] = {"step": line["step"], "values": line["values"]}
+            if LINEARIZED in line:
+                evaluations[line["step"]]["linearized_values"] = line[LINEARIZED]
         else:
-            losses |= dict(line.get("losses", [[line["step"], line["loss"]]]))
-    evaluations: list[EvaluationPoint] = [{"step": step, "values": dict(values[step])} for step in sorted(values)]
-    return {"expert": alias, "loss": _thinned(sorted(losses.items())), "evaluations": evaluations}
+            for name, found in losses.items():
+                own = [[line["step"], line[name]]] if name in line else []
+                found |= dict(line.get(PLURALS[name], own))
+    curves = {name: _thinned(sorted(found.items())) for name, found in losses.items()}
+    return {
+        "expert": alias,
+        "loss": curves["loss"],
+        "loss_at": "offset" if any(map(is_at_offset, lines)) else "weights",
+        "weights_loss": curves["weights_loss"],
+        "offset_loss": curves["offset_loss"],
+        "evaluations": [evaluations[step] for step in sorted(evaluations)],
+    }
 
 
 def _thinned(points: Sequence[tuple[int, float]]) -> list[LossPoint]:

@@ -239,6 +239,9 @@ def test_a_finished_one_has_curves_a_report_and_its_experts(http: httpx.Client, 
     assert curves[1] == {
         "expert": "text",
         "loss": [{"step": 2, "loss": 3.0}, {"step": 4, "loss": 2.5}],
+        "loss_at": "weights",
+        "weights_loss": [],
+        "offset_loss": [],
         "evaluations": [{"step": 4, "values": {"accuracy": 0.5}}],
     }
     page = http.get(told["links"]["report"])

@@ -23,7 +23,8 @@ from service.store.steering import SteeringStore
 from service.types import EventKind, JobState, Steering
 from tests.postgresql import PostgreSQL
 from tests.prometheus import program
-from tests.service.api.harness import ApiServer, finished_study, stored_finetune, stored_study
+from tests.service.api.harness import ApiServer, finished_study, snapshot, stored_finetune, stored_study
+from tests.service.synthetic_run import run_record
 
 
 def samples(http: httpx.Client) -> dict[str, float]:
@@ -49,6 +50,21 @@ def test_metrics_tell_of_a_study(http: httpx.Client, server: ApiServer) -> None:
     assert seen[f"mergesearch_study_samples_planned{{{of(job.id)}}}"] == 100
     assert seen[f"mergesearch_study_trials{{{of(job.id, state='COMPLETE')}}}"] == 21
     assert seen[f"mergesearch_study_trials_planned{{{of(job.id)}}}"] == 21
+
+
+def test_steps_are_counted_where_a_searcher_makes_some(http: httpx.Client, server: ApiServer) -> None:
+    """A study without steps has no series of them, nor has one of an earlier version, which reported none."""
+    writers = [server.store.open_attempt(stored_study(server.store).id) for _ in range(3)]
+    progress = snapshot(run_record(num_trials=4)).to_json()
+    without = {key: value for key, value in progress.items() if not key.startswith("steps")}
+    for writer, steps in zip(writers, ({"steps": 12, "steps_planned": 60}, {}, None), strict=True):
+        writer.heartbeat(wall_clock_s=1.0, progress=without if steps is None else {**progress, **steps})
+    seen = {name: value for name, value in samples(http).items() if "_study_steps_" in name}
+    of_first = of(writers[0].job_id)
+    assert seen == {
+        f"mergesearch_study_steps_total{{{of_first}}}": 12,
+        f"mergesearch_study_steps_planned{{{of_first}}}": 60,
+    }
 
 
 def test_gpu_seconds_count_all_gpus_of_all_engines(http: httpx.Client, server: ApiServer) -> None:

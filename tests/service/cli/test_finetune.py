@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -53,7 +54,7 @@ def test_a_fleet_is_trained_and_again_is_done(fleet: Path, tmp_path: Path, capsy
     out = capsys.readouterr().out
     for name in ("math", "text"):
         expert = tmp_path / "out" / "experts" / name / "model"
-        assert f"{name}: 2 steps, last loss" in out
+        assert re.search(rf"{name}: 2 steps, last loss \S+ at the offset, \S+ at the weights; expert", out)
         assert str(expert) in out
         assert (expert / "model.safetensors").exists()
     assert main(["finetune", str(fleet), "--out", str(tmp_path / "out"), "--json"]) == 0
@@ -203,3 +204,10 @@ def test_progress_is_the_latest_line() -> None:
     ]
     assert finetune_view._text("math", lines) == "math: step 2  loss 1.5000  0.50 s a step  math 0.250"
     assert finetune_view._text("math", []) == "math: no update yet"
+    tangent = [*lines[:1], {**lines[1], "linearized_values": {"math": 0.5}}]
+    assert finetune_view._text("math", tangent).endswith("0.50 s a step  math 0.250 (0.500 linearized)")
+    moved = {"step": 11, "loss": 2.0, "alpha": 0.5, "weights_loss": 1.5, "seconds": 0.5}
+    assert "loss 2.0000 at the offset, 1.5000 at the weights  0.50 s" in finetune_view._text("math", [moved])
+    assert "loss 2.0000, 2.5000 at the offset  0.50 s" in finetune_view._text(
+        "math", [{"step": 1, "loss": 2.0, "offset_loss": 2.5, "seconds": 0.5}]
+    )

@@ -24,7 +24,7 @@ from tests.service.api.harness import ApiServer
 from tests.service.api.ray_dashboard.upstream import upstream
 from tests.service.api.test_cluster import node
 from tests.service.cli.terminals import ServerTerminal
-from tests.service.site import Site
+from tests.service.site import PROGRESS, Site
 
 pytestmark = pytest.mark.slow  # each starts an HTTP server
 
@@ -116,6 +116,16 @@ def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTe
     ):
         assert told in out
     assert terminal.document("show", finished)["id"] == finished
+
+
+def test_show_tells_of_steps_where_there_are_some(site: Site, finished: str, terminal: ServerTerminal) -> None:
+    """A searcher without steps has no row of them, nor has a study of an earlier version, which reported none."""
+    writer = site.begin(site.new_name())
+    writer.heartbeat(wall_clock_s=1.0, progress={**PROGRESS, "steps": 1200, "steps_planned": 6000})
+    assert "steps 1,200 of 6,000" in words(terminal.shown("show", writer.job_id))
+    writer.heartbeat(wall_clock_s=1.0, progress={k: v for k, v in PROGRESS.items() if not k.startswith("steps")})
+    for study in (writer.job_id, finished):
+        assert "steps" not in words(terminal.shown("show", study))
 
 
 def test_show_of_a_study_that_has_failed_says_why(site: Site, terminal: ServerTerminal) -> None:

@@ -108,6 +108,28 @@ def test_documents_show_their_content(ask: Asker) -> None:
     assert "4/4" in Shown(finetune).text
 
 
+def test_a_fine_tuning_shows_where_losses_are_measured(client: Client) -> None:
+    finetune = cast("dict[str, Any]", client.find("family"))
+    moved = {**finetune["experts"]["math"]["progress"], "loss": 2.0, "loss_at": "offset", "weights_loss": 1.5}
+    experts = {**finetune["experts"], "math": {**finetune["experts"]["math"], "progress": moved}}
+    shown = Shown(Job({**finetune, "experts": experts})).text
+    assert "2 at the offset, 1.5 at the weights" in shown
+    assert shown.count("at the offset") == 1
+    tangent = {**finetune["experts"]["math"]["progress"], "linearized_values": {"accuracy": 0.75}}
+    experts["math"] = {**experts["math"], "progress": tangent}
+    shown = Shown(Job({**finetune, "experts": experts})).text
+    assert "; linearized: accuracy 0.75" in shown
+
+
+def test_a_job_shows_the_steps_of_its_searcher(client: Client) -> None:
+    """Steps are shown where there are some, and not for other studies or those of earlier versions."""
+    study = cast("dict[str, Any]", client.find("math-text-lookup"))
+    progress = {**study["progress"], "steps": 1200, "steps_planned": 6000}
+    assert "1,200 of 6,000" in Shown(Job({**study, "progress": progress})).text
+    for other in (study["progress"], {k: v for k, v in progress.items() if not k.startswith("steps")}):
+        assert "steps" not in Shown(Job({**study, "progress": other})).text
+
+
 def test_texts_of_users_are_escaped(client: Client) -> None:
     """A script in any text of a document is text in the display."""
 

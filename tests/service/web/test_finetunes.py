@@ -144,6 +144,41 @@ def test_training_is_followed(hurried: Visit, server: ApiServer) -> None:
     cancel(server, record.id)
 
 
+def test_losses_are_called_by_where_they_are_measured(visitor: Visit, server: ApiServer) -> None:
+    """The loss of mergopt is at the offset; the losses at the weights are a second curve beside it."""
+    record = stored_finetune(server.store, name="moved")
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(JobState.RUNNING)
+    update = {"step": 12, "steps": 40, "loss": 2.25, "seconds": 0.1}
+    losses = {"losses": [[12, 2.25]], "weights_losses": [[1, 3.5], [11, 1.75]]}
+    writer.add_event(EventKind.TRAINING, {"expert": "text", **update, "alpha": 0.5, **losses})
+    progress = {**update, "values": {}, "loss_at": "offset", "weights_loss": 1.75}
+    writer.heartbeat(wall_clock_s=3.0, progress={"experts": {"text": progress}})
+    page = visitor.goto(f"/finetunes/{record.id}")
+    row = page.get_by_role("region", name="Table of experts").get_by_role("row").filter(has_text="text")
+    expect(row).to_contain_text("2.250at the offset, 1.750 at the weights")
+    told = "text, at the offset: loss 2.250 at update 12. text, at the weights: loss 1.750 at update 11."
+    expect(page.get_by_role("img", name=re.compile(re.escape(told)))).to_be_visible()
+    cancel(server, record.id)
+
+
+def test_values_of_linearized_models_are_marked(visitor: Visit, server: ApiServer) -> None:
+    """The linearized model of an expert has a curve beside that of the exported weights, and a value in the table."""
+    record = stored_finetune(server.store, name="linear", method={"kind": "tangent"})
+    writer = server.store.open_attempt(record.id)
+    writer.set_state(JobState.RUNNING)
+    values = {"values": {"accuracy": 0.25}, "linearized_values": {"accuracy": 0.75}}
+    writer.add_event(EventKind.TRAINING, {"expert": "text", "step": 9, **values})
+    progress = {"step": 9, "steps": 40, "loss": 2.25, "seconds": 0.1, **values}
+    writer.heartbeat(wall_clock_s=3.0, progress={"experts": {"text": progress}})
+    page = visitor.goto(f"/finetunes/{record.id}")
+    row = page.get_by_role("region", name="Table of experts").get_by_role("row").filter(has_text="text")
+    expect(row).to_contain_text("0.2500.750 linearized")
+    told = "text: accuracy 0.250 at update 9. text, linearized: accuracy 0.750 at update 9."
+    expect(page.get_by_role("img", name=re.compile(re.escape(told)))).to_be_visible()
+    cancel(server, record.id)
+
+
 def test_the_example_is_submitted_once(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
     """The example is a valid specification; repeating the request after a lost answer creates nothing twice."""
     page = visitor.goto("/finetunes/new")

@@ -244,6 +244,26 @@ def test_the_list_names_the_best_values(visitor: Visit, study: JobRecord, http: 
     expect(row.get_by_role("cell", name=f"{rate:#.3g}", exact=True)).to_be_visible()
 
 
+def test_steps_are_shown_where_there_are_some(
+    visitor: Visit, server: ApiServer, study: JobRecord, http: httpx.Client
+) -> None:
+    """The list and the overview have the steps of a searcher that makes some, and none for another study."""
+    writer = server.store.open_attempt(stored_study(server.store, name="descent").id)
+    writer.set_state(JobState.RUNNING)
+    steps = {"steps": 1234, "steps_planned": 5000}
+    writer.heartbeat(wall_clock_s=9.0, progress={**snapshot(run_record(num_trials=4)).to_json(), **steps})
+    page = visitor.goto("/studies")
+    rows = page.get_by_role("row")
+    expect(rows.filter(has_text="descent")).to_contain_text("1,234 of 5,000 steps")
+    expect(rows.filter(has_text=study.name)).not_to_contain_text("steps")
+    figures = visitor.goto(f"/studies/{writer.job_id}").locator("dl.figures").first
+    expect(figures).to_contain_text("steps1,234of 5,000 expected")
+    figures = visitor.goto(f"/studies/{study.id}").locator("dl.figures").first
+    expect(figures).to_contain_text("samples scored")
+    expect(figures).not_to_contain_text("steps")
+    writer.set_state(JobState.COMPLETE)
+
+
 def test_the_list_follows_its_jobs(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """Without a reload, a new study, its progress and its end appear; the page asks for the list only after events."""
     with (

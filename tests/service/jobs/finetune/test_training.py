@@ -28,7 +28,7 @@ from service.jobs.finetune.study import begin_study
 from service.jobs.finetune.training import run_finetune, run_fleet
 from service.jobs.heartbeat import Heartbeat
 from service.resolved_study import ResolvedStudy
-from service.results.training import stored_analysis
+from service.results.training import stored_analysis, stored_curves
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.studies.chains import SOURCES
@@ -237,7 +237,7 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
         history.add({"step": step, "loss": float(step), **update})
     writer = store.open_attempt(record.id)
     _HistoryEvents(store, writer, Heartbeat(writer, 0.0), {"sums": place}).store_new()
-    history.add({"step": 25, "values": {"math": 0.5}})
+    history.add({"step": 25, "values": {"math": 0.5}, "linearized_values": {"math": 0.75}})
     heartbeat = Heartbeat(writer, 0.0)
     later = _HistoryEvents(store, writer, heartbeat, {"sums": place})
     later.store_new()
@@ -245,15 +245,64 @@ def test_an_evaluation_is_told_after_its_update(store: Store, tmp_path: Path) ->
     first, second = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
     assert (first["step"], first["loss"], len(first["losses"])) == (25, 25.0, 9)
     assert first["losses"][:2] == [[3, 2.0], [6, 5.0]]
-    assert second == {"expert": "sums", "step": 25, "values": {"math": 0.5}}
+    values = {"values": {"math": 0.5}, "linearized_values": {"math": 0.75}}
+    assert second == {"expert": "sums", "step": 25, **values}
     assert heartbeat.progress == {
-        "experts": {"sums": {"step": 25, "steps": 50, "loss": 25.0, "seconds": 0.1, "values": {"math": 0.5}}}
+        "experts": {"sums": {"step": 25, "steps": 50, "loss": 25.0, "seconds": 0.1, **values}}
     }
     history.forget_after(20)  # a worker has died and goes on from a checkpoint
     history.add({"step": 21, "loss": 21.0, **update})
     history.add({"step": 26, "loss": 26.0, **update})
     later.store_new()
     assert store.events(record.id, kinds=[EventKind.TRAINING])[-1].payload["losses"] == [[26, 26.0]]
+
+
+@pytest.mark.slow
+def test_the_values_of_a_linearized_model_are_kept(store: Store, tmp_path: Path) -> None:
+    """The stored expert of the method tangent has the values of the model that was trained beside its own."""
+    spec_of(tmp_path)  # writes the base and the data
+    rows = [json.dumps({"prompt": f"{i}=", "answer": str(i)}) for i in range(8)]
+    (tmp_path / "held.jsonl").write_text("\n".join(rows) + "\n")
+    objective = {"name": "sums", "task": {"file": "held.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    document = {
+        "name": "sums",
+        "base": "base",
+        "data": {"file": "data.jsonl", "max_length": 64},
+        "method": {"kind": "tangent"},
+        "training": {"steps": 2, "batch": 2},
+        "evaluation": {"objectives": [objective], "every": 2, "samples": 4},
+    }
+    pipeline = Pipeline("sums", {"sums": parse_spec(document, tmp_path)}, None, None, is_fleet=False)
+    record = stored(store, pipeline)
+    assert drive(store, record.id, work_dir=job_dir(tmp_path, record.id), resources=HERE) == 0
+    facts = ArtifactStore(store, artifacts_dir(tmp_path)).get(record.id, "sums").facts
+    assert facts["linearized_values"].keys() == facts["values"].keys()
+    progress = store.job(record.id).progress
+    assert progress is not None
+    assert progress["experts"]["sums"]["linearized_values"] == facts["linearized_values"]
+
+
+def test_losses_at_the_weights_are_told_beside_those_at_the_offset(store: Store, tmp_path: Path) -> None:
+    """Every loss at the weights is stored, also of updates in the middle of an event; the progress has the last."""
+    record = stored(store, pipeline_of(tmp_path))
+    place = tmp_path / "place"
+    place.mkdir()
+    history = History(place / METRICS, is_writer=True, report=lambda _: None)
+    for step in range(1, 26):
+        at_weights = {"weights_loss": 0.5 * step} if step % 10 == 1 else {}
+        history.add({"step": step, "steps": 50, "loss": float(step), "alpha": 0.5, "seconds": 0.1, **at_weights})
+    writer = store.open_attempt(record.id)
+    heartbeat = Heartbeat(writer, 0.0)
+    _HistoryEvents(store, writer, heartbeat, {"sums": place}).store_new()
+    (event,) = [event.payload for event in store.events(record.id, kinds=[EventKind.TRAINING])]
+    assert event["weights_losses"] == [[1, 0.5], [11, 5.5], [21, 10.5]]
+    assert "offset_losses" not in event
+    assert heartbeat.progress is not None
+    progress = heartbeat.progress["experts"]["sums"]
+    assert (progress["loss"], progress["loss_at"], progress["weights_loss"]) == (25.0, "offset", 10.5)
+    (curves,) = stored_curves(store, record.id, ["sums"])["experts"]
+    assert curves["loss_at"] == "offset"
+    assert [point["step"] for point in curves["weights_loss"]] == [1, 11, 21]
 
 
 def test_a_training_that_waits_for_workers_is_not_stuck(store: Store, tmp_path: Path) -> None:

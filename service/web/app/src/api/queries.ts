@@ -85,7 +85,7 @@ export const summary = (id: string) =>
     queryFn: async ({ signal }) => (await api.GET('/v1/studies/{study_id}/summary', { ...at(id), signal })).data!,
   })
 
-type Plots = paths['/v1/studies/{study_id}/plots/{name}']['get']['responses'][200]['content']['application/json']
+export type Plots = paths['/v1/studies/{study_id}/plots/{name}']['get']['responses'][200]['content']['application/json']
 type PlotName = Plots['plot']
 
 /** The series of a chart of a study, by the chart's name. */

@@ -8,14 +8,12 @@ import { escaped } from '../../charts/escaped'
 import { type Palette, axis } from '../../charts/palette'
 import { count, value } from '../../format'
 import { Answer, Nothing } from '../../parts/Answer'
-
-interface Line {
-  expert: string
-  points: [step: number, value: number][]
-}
+import { type Line, lossLines, nameOf, valueLines } from './lines'
 
 // Lines of more experts than there are colours differ in their dashes, and all of them in their marks.
 const DASHES = ['solid', 'dashed', 'dotted'] as const
+// The second line of an expert, which the experts' dashes are not.
+const SECOND = [8, 3, 2, 3]
 const MARKS = ['circle', 'rect', 'triangle', 'diamond'] as const
 const MAX_MARKED = 60
 
@@ -26,10 +24,7 @@ export function Curves({ finetune }: { finetune: Finetune }) {
 }
 
 function Charts({ experts }: { experts: CurvesOfExperts['experts'] }) {
-  const losses = useMemo(
-    () => experts.map(({ expert, loss }): Line => ({ expert, points: loss.map((p) => [p.step, p.loss]) })),
-    [experts],
-  )
+  const losses = useMemo(() => lossLines(experts), [experts])
   const names = [...new Set(experts.flatMap(({ evaluations }) => evaluations.flatMap((p) => Object.keys(p.values))))]
   return (
     <>
@@ -38,7 +33,15 @@ function Charts({ experts }: { experts: CurvesOfExperts['experts'] }) {
         {losses.every(({ points }) => points.length === 0) ? (
           <Nothing>No update yet.</Nothing>
         ) : (
-          <LineChart label="Mean loss on the training data since the point before" name="loss" lines={losses} />
+          <>
+            <LineChart label="Mean loss on the training data since the point before" name="loss" lines={losses} />
+            {losses.some(({ at }) => at !== undefined) && (
+              <p className="soft">
+                At the offset: with the method mergopt, at the weights that a merge may reach, and with sam and asam,
+                where the loss is highest nearby. Losses at the weights are comparable between methods.
+              </p>
+            )}
+          </>
         )}
       </section>
       <section aria-labelledby="evaluations">
@@ -55,16 +58,7 @@ function Charts({ experts }: { experts: CurvesOfExperts['experts'] }) {
 }
 
 function Evaluation({ name, experts }: { name: string; experts: CurvesOfExperts['experts'] }) {
-  const lines = useMemo(
-    () =>
-      experts.map(({ expert, evaluations }): Line => {
-        const points = evaluations.flatMap(({ step, values }): [number, number][] =>
-          values[name] === undefined ? [] : [[step, values[name]]],
-        )
-        return { expert, points }
-      }),
-    [name, experts],
-  )
+  const lines = useMemo(() => valueLines(name, experts), [name, experts])
   return <LineChart label={`${name} of each expert`} name={name} lines={lines} />
 }
 
@@ -82,26 +76,30 @@ function LineChart({ label, name, lines: latest }: { label: string; name: string
       },
       xAxis: axis(p, 'update', { scale: false, splitLine: { show: false }, minInterval: 1 }),
       yAxis: axis(p, name, { nameGap: 42 }),
-      series: lines.map(({ expert, points }, k) => {
+      series: lines.map(({ index: k, points, isSecond, ...line }) => {
         const color = p.experts[k % p.experts.length]!
         return {
           type: 'line',
-          name: expert,
+          name: nameOf(line),
           data: points,
           symbol: MARKS[k % MARKS.length],
           symbolSize: 6,
           showSymbol: points.length <= MAX_MARKED,
-          lineStyle: { color, width: 1.5, type: DASHES[Math.floor(k / p.experts.length) % DASHES.length] },
+          lineStyle: {
+            color,
+            width: 1.5,
+            type: isSecond ? SECOND : DASHES[Math.floor(k / p.experts.length) % DASHES.length],
+          },
           itemStyle: { color },
         }
       }),
     }),
     [name, lines],
   )
-  const last = lines.flatMap(({ expert, points }, series) => {
+  const last = lines.flatMap(({ points, ...line }, series) => {
     const point = points.at(-1)
     if (point === undefined) return []
-    const text = `${expert}: ${name} ${value(point[1])} at update ${count(point[0])}`
+    const text = `${nameOf(line)}: ${name} ${value(point[1])} at update ${count(point[0])}`
     return [{ series, index: points.length - 1, text }]
   })
   return (
@@ -114,7 +112,7 @@ function LineChart({ label, name, lines: latest }: { label: string; name: string
       points={last}
       table={() => ({
         head: ['expert', 'update', name],
-        rows: lines.flatMap(({ expert, points }) => points.map(([step, x]) => [expert, count(step), value(x)])),
+        rows: lines.flatMap(({ points, ...line }) => points.map(([step, x]) => [nameOf(line), count(step), value(x)])),
         more: 'The curves in the API have all of them.',
       })}
     />

@@ -2,6 +2,7 @@ import { Progress } from '@mantine/core'
 import { BASE } from '../../api/client'
 import type { Finetune } from '../../api/types'
 import { bytes, count, duration, value } from '../../format'
+import { AT_OFFSET, AT_WEIGHTS, LINEARIZED } from './lines'
 
 /** Each expert with its progress, its last loss and evaluation, and its download. */
 export function Experts({ finetune }: { finetune: Finetune }) {
@@ -53,12 +54,25 @@ export function Experts({ finetune }: { finetune: Finetune }) {
                   )}
                 </td>
                 <td>{progress && `${count(progress.step)} of ${count(progress.steps)}`}</td>
-                <td>{value(progress?.loss)}</td>
+                <td>
+                  {value(progress?.loss)}
+                  {progress?.loss_at === 'offset' && (
+                    <small>
+                      {AT_OFFSET}
+                      {progress.weights_loss !== undefined && `, ${value(progress.weights_loss)} ${AT_WEIGHTS}`}
+                    </small>
+                  )}
+                </td>
                 <td>
                   {progress && (progress.seconds < 10 ? `${progress.seconds.toFixed(2)}s` : duration(progress.seconds))}
                 </td>
                 {names.map((name) => (
-                  <td key={name}>{value(progress?.values[name])}</td>
+                  <td key={name}>
+                    {value(progress?.values[name])}
+                    {progress?.linearized_values?.[name] !== undefined && (
+                      <small>{`${value(progress.linearized_values[name])} ${LINEARIZED}`}</small>
+                    )}
+                  </td>
                 ))}
                 <td>
                   {size === null ? (

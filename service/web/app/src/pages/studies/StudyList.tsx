@@ -10,6 +10,7 @@ import { count, interval, value } from '../../format'
 import { type JobColumn, JobList, SubmitCommand } from '../../parts/JobList'
 import { jobQuery } from '../../parts/JobFilters'
 import { Page } from '../../parts/Page'
+import { stepsOf } from '../../parts/steps'
 import { studiesRoute } from '../../router'
 import { EXAMPLES } from './examples'
 
@@ -25,14 +26,17 @@ const COLUMNS: JobColumn<Study>[] = [
     head: 'progress',
     isText: true,
     width: 120,
-    cell: ({ name, progress }) =>
-      progress &&
-      progress.samples_planned > 0 && (
-        <Progress
-          aria-label={`Progress of ${name}`}
-          value={Math.min(100, (100 * progress.samples_scored) / progress.samples_planned)}
-        />
-      ),
+    cell: ({ name, progress }) => (
+      <>
+        {progress && progress.samples_planned > 0 && (
+          <Progress
+            aria-label={`Progress of ${name}`}
+            value={Math.min(100, (100 * progress.samples_scored) / progress.samples_planned)}
+          />
+        )}
+        <Steps progress={progress} />
+      </>
+    ),
   },
   {
     head: 'samples/s',
@@ -99,6 +103,12 @@ function Best({ progress }: { progress: StudyProgress | null }) {
       </div>
     )
   })
+}
+
+/** The gradient steps and policy updates of a study that makes some: samples are scored only after them. */
+function Steps({ progress }: { progress: StudyProgress | null }) {
+  const steps = stepsOf(progress)
+  return steps && <span className="soft">{`${count(steps.made)} of ${count(steps.planned)} steps`}</span>
 }
 
 function Empty({ isSubmitter }: { isSubmitter: boolean }) {

@@ -6,6 +6,7 @@ import { count, duration, percent, value, withMinuses } from '../../format'
 import { Answer } from '../../parts/Answer'
 import { Figures } from '../../parts/Figures'
 import { Interval } from '../../parts/Interval'
+import { stepsOf } from '../../parts/steps'
 import { verified } from '../../parts/verified'
 import { overviewRoute } from '../../router'
 import { Checks } from './Checks'
@@ -14,6 +15,7 @@ import { HeldOut } from './HeldOut'
 import { History } from './History'
 import { Hypervolume } from './Hypervolume'
 import { Lineage } from './Lineage'
+import { Policies } from './Policies'
 import { Selected } from './Selected'
 import { useStudy } from './StudyLayout'
 
@@ -80,6 +82,7 @@ export function Overview() {
         </Answer>
       </section>
       {study.objectives.length > 1 && <Hypervolume study={study} />}
+      <Policies study={study} />
       <section aria-labelledby="held-out">
         <h2 id="held-out">Held-out data</h2>
         <Answer of={results}>{(found) => <HeldOut study={study} summary={found} />}</Answer>
@@ -95,6 +98,7 @@ export function Overview() {
 }
 function Key({ study, progress, summary: found }: { study: Study; progress: Progress | null; summary: Summary }) {
   const row = found.holdout.find((each) => each.trial === found.holdout_reference)
+  const steps = stepsOf(progress)
   const rows = [
     {
       term: 'best trial, on held-out data',
@@ -108,6 +112,7 @@ function Key({ study, progress, summary: found }: { study: Study; progress: Prog
         .map(([state, n]) => `${count(n)} ${state.toLowerCase()}`)
         .join(', '),
     },
+    ...(steps ? [{ term: 'steps', value: count(steps.made), note: `of ${count(steps.planned)} expected` }] : []),
     {
       term: 'samples scored',
       value: count(progress?.samples_scored ?? found.samples.scored),
