@@ -78,4 +78,4 @@ def _with_method(spec: FinetuneSpec, **options: Any) -> FinetuneSpec:
 
 
 def _shown(value: Any) -> str:
-    return "all" if value is None else str(list(value) if isinstance(value, tuple) else value)
+    return "all layers" if value is None else str(list(value) if isinstance(value, tuple) else value)

@@ -247,8 +247,9 @@ def may_come(inputs: GradientInputs) -> bool:
     if inputs.device != "cuda" or _shares(inputs):
         return False
     stated = sum(group.most for group in stated_machines() if group.num_gpus >= inputs.num_gpus)
-    there = (node["Resources"].get("GPU", 0) for node in ray.nodes() if node["Alive"]) if stated else ()
-    return sum(num_gpus >= inputs.num_gpus for num_gpus in there) < stated
+    nodes = (node["Resources"] for node in ray.nodes() if node["Alive"]) if stated else ()
+    there: int = sum(node.get("GPU", 0) >= inputs.num_gpus for node in nodes)
+    return there < stated
 
 
 def on_free_device(inputs: GradientInputs, machines: Mapping[str, Mapping[str, float]]) -> GradientInputs:

@@ -14,7 +14,7 @@ from search_spaces.spaces.base import Coefficients, RefinableSpace, SearchSpace
 from search_spaces.study.search import RefinementOptions
 from service.results.selection import best_of_front, pareto_front
 from service.store import Store
-from service.store.steering import Steering, SteeringStore
+from service.store.steering import SteeringStore
 from service.store.steps import (
     ChargedRequest,
     GradientRequest,
@@ -28,7 +28,7 @@ from service.store.steps import (
 )
 from service.tune.coordinator import Coordinator
 from service.tune.plan import RefinementPlan
-from service.types import EventKind, Origin, TrialRecord, TrialState
+from service.types import EventKind, Origin, Steering, TrialRecord, TrialState
 from tests.search_spaces.spaces.families import models, space
 from tests.service.tune.harness import (
     FINGERPRINTS,

@@ -415,7 +415,12 @@ EARLIER_TRAINING = {
 
 def written_earlier(directory: Path, out: Path, *, layers: tuple[int, ...] | None = None) -> Path:
     """Write what an earlier version stored for `spec_of(directory)`; return the file."""
-    data = {"file": str(directory / "data.jsonl"), "dataset": None, "configuration": None, "split": "train"}
+    data: dict[str, Any] = {
+        "file": str(directory / "data.jsonl"),
+        "dataset": None,
+        "configuration": None,
+        "split": "train",
+    }
     data |= {"prompt": "{{prompt}}", "completion": "{{completion}}", "max_length": 64, "packing": True}
     document = {
         "name": "sums",
