@@ -2,7 +2,7 @@
 
 - `gradients`: the losses of a recipe on a minibatch, and their derivatives with respect to its coefficients
 - `model`: a transformers model into which merges are written
-- `memory`: memory of activations, and a setting with which a process keeps freed memory for its next step
+- `memory`: memory of passes and of derivatives, and a setting with which a process keeps freed memory for its next step
 - `losses`: minibatches, and their losses by teacher forcing
 - `task_losses`: interface that the losses of each modality (text or images) implement
 - `text_losses`: losses of language models on right answers, by teacher forcing

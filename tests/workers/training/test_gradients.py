@@ -331,7 +331,8 @@ def test_free_memory_of_each_gpu_limits_the_tokens_of_a_pass(
     """Passes have the tokens for which every GPU has room; where few fit, activations are recomputed."""
     bank = CoefficientGradients(tied_family, OPTIONS, tasks, cache=tmp_path)
     config, layers = bank.model.module.config.to_dict(), num_layers(tied_family)
-    passing = reduction_bytes(bank.bank.sources) + max(memory.nbytes for memory in bank.model.memory.values())
+    passing = reduction_bytes(bank.bank.sources, on_gpu=False)
+    passing += max(memory.nbytes for memory in bank.model.memory.values())
 
     def limited(tokens: int, *, recomputes: bool = False) -> CoefficientGradients:
         room = pass_bytes(config, tokens, 4, recomputes=recomputes, layers=layers) + passing
