@@ -26,6 +26,7 @@ PLACEMENT = StudyPlacement(
     lacks=(),
     verification_gpus=0,
     num_parameters=0,
+    verified_together=1,
 )
 
 

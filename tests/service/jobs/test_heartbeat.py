@@ -162,7 +162,9 @@ def test_driver_reports_waiting_for_gpus(store: Store, writer: JobWriter, clock:
     """A driver whose gradients wait for a machine with GPUs says so, and is not replaced meanwhile."""
     waits = [True]
     heartbeat = Heartbeat(writer, 0.0)
-    watch = attempt._WaitWatch(FakeScorer(), lambda: (), writer, heartbeat, awaits_gpus=lambda: waits[0])
+    watch = attempt._WaitWatch(
+        FakeScorer(), lambda: (), writer, heartbeat, patience_s=60.0, awaits_gpus=lambda: waits[0]
+    )
     clock.advance(attempt.ENGINE_CHECK_S)
     watch.look()
     assert (store.jobs()[0].waiting_for, heartbeat.idle_s) == ("GPUs for gradients", 0)
