@@ -93,7 +93,7 @@ def test_an_analysis_is_printed_kept_and_in_the_report(
         row = each["merges"][1]
         assert row["values"].keys() == {"math", "text"}
         assert 0 <= row["value"] <= 1
-        assert len(row["tried"]) == 10
+        assert len(row["tried"]) == 13
     (mixed,) = found["mixed"]
     assert mixed["fleets"] == ["mergopt", "tangent"]
     assert [row["method"] for row in mixed["merges"]] == ["weight averaging", "task arithmetic", "TIES", "DARE"]
