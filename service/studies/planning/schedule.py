@@ -172,10 +172,10 @@ def phases_of(
         scored(f"benchmark {benchmark.name}", preflight.num_scored_on(benchmark), samples, lengths.benchmarks)
     verify = preflight.study.engine.verify
     if verify is not False and lengths.objectives:
-        share = _verified_samples(preflight, lengths)
-        compared = sum(min(number, TEXTS_READ) for number in share.values())
+        verified = _verified_samples(preflight, lengths)
+        compared = sum(min(number, TEXTS_READ) for number in verified.values())
         options: dict[str, Any] = {"compared": compared, "together": verified_together, "on": verification_speeds}
-        bounds = Bounds(*(host_speeds.verification_s(work, **options) for work in _work(share, lengths.objectives)))
+        bounds = Bounds(*(host_speeds.verification_s(work, **options) for work in _work(verified, lengths.objectives)))
         phases.append(Phase("verification", verify.trials, bounds, 1))
     return tuple(phases)
 
