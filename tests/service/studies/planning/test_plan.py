@@ -163,20 +163,22 @@ def test_verification_on_the_cpu_has_the_threads_of_a_replica(planned: Planned) 
 
 def test_keys_and_values_of_long_answers_are_planned(tmp_path: Path) -> None:
     """Verification takes their memory where a GPU is free; in the share of an engine, fewer answers grow at once."""
-    parts, phases = {}, {}
-    for name, profile, tokens in (("short", "h100x2", 16), ("long", "h100x2", 1500), ("shared", "h100x1", 1500)):
+    parts, phases, together = {}, {}, {}
+    for name, profile, tokens in (("short", "a100x2", 16), ("long", "a100x2", 1500), ("shared", "a100x1", 1500)):
         task = {"file": "tasks.jsonl", "max_tokens": tokens}
         objectives = [{"name": each, "task": task, "metric": "exact_match"} for each in ("sums", "words")]
-        example = EXAMPLES["Llama-3-8B, 3 full experts"]._replace(engine={})
+        example = EXAMPLES["Qwen2.5-7B, 3 full experts"]._replace(engine={"verify": {"trials": 3, "samples": 32}})
         study = example_study(tmp_path / name, example, objectives=objectives)
         plan = check(study, tmp_path / name, metadata_only=True, profile=profile_named(profile)).machine
         parts[name] = next(part for part in plan.placement.parts if part.name.startswith("verification"))
+        together[name] = plan.placement.verified_together
         phases[name] = next(phase.seconds.most for phase in plan.phases if phase.name == "verification")
-    parameters = 8_030_261_248
-    assert parts["short"].gpu_bytes == 5 * parameters
-    assert parts["long"].gpu_bytes > 4 * parameters + 32 * 1500 * 262_144
+    parameters, keys_and_values = 7_615_616_512, 64 * 1500 * 114_688
+    assert 5 * parameters <= parts["short"].gpu_bytes < parts["long"].gpu_bytes
+    assert parts["long"].gpu_bytes > 4 * parameters + keys_and_values
     assert parts["shared"].place.startswith("one engine's GPU")
-    assert phases["shared"] > 1.5 * phases["long"]
+    assert phases["shared"] > 1.2 * phases["long"]
+    assert together == {"short": 64, "long": 64, "shared": 32}
 
 
 def test_the_only_gpu_computes_gradients_too(planned: Planned) -> None:
