@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.spaces.base import AlignedSpace
+from search_spaces.study.engine import EngineOptions
 from service.studies.planning.advice import advice_of
 from service.studies.planning.chart import chart_values
 from service.studies.planning.facts import ModelFacts, facts_of
@@ -100,7 +101,7 @@ def plan_of(
         aligns=isinstance(space, AlignedSpace) and space.alignment != "none",
         verified=verified_lengths(preflight, lengths),
     )
-    of_engine = _threads(profile, study.engine.num_gpus)
+    of_engine = _threads(profile, study.engine)
     threads = study.engine.tensor_parallel_size if profile.gpus else of_engine
     speeds = engine_speeds(
         facts,
@@ -214,10 +215,12 @@ def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
     return not is_whole and ON_CUDA.issuperset(study.search_space.merge_methods)
 
 
-def _threads(profile: MachineProfile, processes: int) -> int:
-    """Number of threads for arithmetic on the CPU of each process of the study's engines, `processes` in number.
+def _threads(profile: MachineProfile, engine: EngineOptions) -> int:
+    """Number of threads for arithmetic on the CPU of each process of the study's engines.
 
-    The processes get equal shares of one machine's cores, without one core, also if they run on several machines
-    (function `workers.serving.deployment.deploy_scorer`).
+    The engines that may run on one machine get equal shares of its cores, without one core, and so do the ranks of an
+    engine (module `workers.serving.cores`).
     """
-    return max(1, (profile.cores - 1) // processes)
+    ranks = engine.tensor_parallel_size
+    engines = min(engine.replicas, profile.gpus // ranks) if profile.gpus else -(-engine.replicas // profile.nodes)
+    return max(1, (profile.cores - 1) // (max(1, engines) * ranks))

@@ -13,6 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
+from search_spaces.study.engine import EngineOptions
 from service.cli.main import main
 from service.cli.plan import plan_text
 from service.jobs.search.dry_run import CheckedPlan, check
@@ -20,7 +21,7 @@ from service.jobs.search.plan_document import plan_document
 from service.schemas.json_schemas import schemas
 from service.studies.planning.chart import chart_values
 from service.studies.planning.named import profile_named
-from service.studies.planning.plan import StudyPlan
+from service.studies.planning.plan import StudyPlan, _threads
 from tests.service.studies.planning.examples import EXAMPLES, Example, example_study
 
 pytestmark = pytest.mark.slow  # shapes of large models are built, and vLLM is asked about them
@@ -159,6 +160,14 @@ def test_verification_on_the_cpu_has_the_threads_of_a_replica(planned: Planned) 
         assert any(part.place == "host CPU, after the search" for part in plan.placement.parts)
         seconds.append(next(phase.seconds.most for phase in plan.phases if phase.name == "verification"))
     assert seconds[1] == pytest.approx(seconds[0], rel=0.1)
+
+
+@pytest.mark.parametrize(("name", "nodes", "engines"), [("rtx4090x1", 8, 1), ("h100x8", 2, 8), ("here", 4, 2)])
+def test_engines_of_other_machines_take_no_threads(name: str, nodes: int, engines: int) -> None:
+    """Of eight engines, those on one machine share its cores, as replicas do that count them where they run."""
+    profile = replace(profile_named(name), nodes=nodes)
+    profile = replace(profile, gpus=0, cores=17) if name == "here" else profile
+    assert _threads(profile, EngineOptions(replicas=8)) == (profile.cores - 1) // engines
 
 
 def test_keys_and_values_of_long_answers_are_planned(tmp_path: Path) -> None:
