@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.spaces.base import AlignedSpace
-from search_spaces.study.engine import EngineOptions
+from search_spaces.study.engine import Engine
 from service.studies.planning.advice import advice_of
 from service.studies.planning.chart import chart_values
 from service.studies.planning.facts import ModelFacts, facts_of
@@ -215,7 +215,7 @@ def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:
     return not is_whole and ON_CUDA.issuperset(study.search_space.merge_methods)
 
 
-def _threads(profile: MachineProfile, engine: EngineOptions) -> int:
+def _threads(profile: MachineProfile, engine: Engine) -> int:
     """Number of threads for arithmetic on the CPU of each process of the study's engines.
 
     The engines that may run on one machine get equal shares of its cores, without one core, and so do the ranks of an

@@ -13,7 +13,7 @@ import jsonschema
 import pytest
 import yaml
 
-from search_spaces.study.engine import EngineOptions
+from search_spaces.study.engine import Engine
 from service.cli.main import main
 from service.cli.plan import plan_text
 from service.jobs.search.dry_run import CheckedPlan, check
@@ -167,7 +167,7 @@ def test_engines_of_other_machines_take_no_threads(name: str, nodes: int, engine
     """Of eight engines, those on one machine share its cores, as replicas do that count them where they run."""
     profile = replace(profile_named(name), nodes=nodes)
     profile = replace(profile, gpus=0, cores=17) if name == "here" else profile
-    assert _threads(profile, EngineOptions(replicas=8)) == (profile.cores - 1) // engines
+    assert _threads(profile, Engine(replicas=8)) == (profile.cores - 1) // engines
 
 
 def test_keys_and_values_of_long_answers_are_planned(tmp_path: Path) -> None:
