@@ -149,9 +149,9 @@ def test_coefficients_are_chosen_on_search_images(monkeypatch: pytest.MonkeyPatc
     assert chosen == {
         "weight averaging": ("", 0.5, pytest.approx(0.4)),
         **dict.fromkeys(("task arithmetic", "TIES", "DARE"), ("0.3", pytest.approx(0.9), pytest.approx(0.4))),
-        "WUDI": ("1", 0.5, pytest.approx(0.4)),
+        "WUDI": ("0.5", 0.5, pytest.approx(0.4)),
     }
-    assert best["task arithmetic"].spent == 10 * 3 * bench_mergopt_images.VALIDATION_IMAGES
+    assert best["task arithmetic"].spent == 13 * 3 * bench_mergopt_images.VALIDATION_IMAGES
 
 
 @pytest.mark.parametrize(

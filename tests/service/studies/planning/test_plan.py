@@ -23,6 +23,7 @@ from service.studies.planning.chart import chart_values
 from service.studies.planning.named import profile_named
 from service.studies.planning.plan import StudyPlan, _threads
 from tests.service.studies.planning.examples import EXAMPLES, Example, example_study
+from workers.engines.vllm.memory import logprobs_bytes
 
 pytestmark = pytest.mark.slow  # shapes of large models are built, and vLLM is asked about them
 
@@ -279,7 +280,8 @@ def test_refinement_shares_the_gpu_of_a_path_engine(planned: Planned, tmp_path: 
     short, long = of(32), of(100)
     assert any(part.name == "gradients beside engines" for part in short.placement.parts)
     assert short.placement.gpu_bytes <= short.placement.gpu_capacity
-    assert next(part.place for part in long.placement.parts if part.name.startswith("gradients")) == "host CPU"
+    place = next(part.place for part in long.placement.parts if part.name.startswith("gradients"))
+    assert place.startswith("host CPU")
 
 
 def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
@@ -339,12 +341,15 @@ def test_gpus_of_one_engine_merge_their_parts(planned: Planned, tmp_path: Path) 
     def merging(plan: StudyPlan) -> int:
         return next(part.gpu_bytes for part in plan.placement.parts if part.name.startswith("merging one tensor"))
 
+    result = 128_256 * 8192 * 2
     parts = merging(planned("70B, tensor parallel 8").machine)
-    assert parts == 128_256 * 8192 * 2, "a whole result; a part of all operands is smaller"
+    assert parts == logprobs_bytes(128_256, "bfloat16", 2048) > result, (
+        "a part of all operands is smaller than a result"
+    )
     space = {"kind": "lfs", "methods": ["task_arithmetic", "slerp"]}
     study = example_study(tmp_path, example, search_space=space, search={"algorithm": "smac", "max_trials": 4})
     whole = check(study, tmp_path, metadata_only=True, profile=profile_named(example.profile)).machine
-    assert merging(whole) == 5 * parts
+    assert merging(whole) == 5 * result
 
 
 def test_cost_is_that_of_the_gpu_hours(planned: Planned) -> None:
