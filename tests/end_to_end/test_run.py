@@ -81,7 +81,11 @@ def test_a_quantised_export_is_scored_and_pushed(
         assert scores["quantised"]["samples"] == scores["merge"]["samples"] == best[name].samples
         difference = scores["quantised"]["value"] - scores["merge"]["value"]
         assert scores["difference"]["value"] == pytest.approx(difference)
-        assert abs(difference) < 0.15
+        # Kernels of CPUs with and without AVX-512 round differently: of 20 samples, a few more or less are right. A model
+        # that computes nothing would have 0.6 to 0.9 less.
+        low, high = scores["difference"]["ci95"]
+        assert low <= 0 <= high, "not told apart from the merge"
+        assert abs(difference) < 0.25
     assert any(scores["difference"]["ci95"] != [0, 0] for scores in found["holdout"].values())
     document = json.loads((tmp_path / "q" / "recipe.json").read_text())
     assert document["quantisation"]["holdout"] == found["holdout"]
