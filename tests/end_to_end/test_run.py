@@ -81,8 +81,8 @@ def test_a_quantised_export_is_scored_and_pushed(
         assert scores["quantised"]["samples"] == scores["merge"]["samples"] == best[name].samples
         difference = scores["quantised"]["value"] - scores["merge"]["value"]
         assert scores["difference"]["value"] == pytest.approx(difference)
-        # Kernels of CPUs with and without AVX-512 round differently: of 20 samples, a few more or less are right. A model
-        # that computes nothing would have 0.6 to 0.9 less.
+        # Kernels round differently on other CPUs: of 20 samples, a few more or less are right. A model that computes
+        # nothing would have 0.6 to 0.9 less.
         low, high = scores["difference"]["ci95"]
         assert low <= 0 <= high, "not told apart from the merge"
         assert abs(difference) < 0.25
