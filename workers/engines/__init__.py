@@ -5,5 +5,6 @@
 - `transformers`: checks the scores of vLLM
 - `source_recipes`: recipes whose merge is a source model itself
 - `host_memory`: free host memory
+- `kv_cache`: bytes of the attention keys and values of a model
 - `logits`: detection of logits that are NaN or infinite
 """

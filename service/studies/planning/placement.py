@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from service.disk import gib
 from service.studies.planning.profiles import MachineProfile
 from service.studies.preflight.resources import OF_SEVERAL, merges_parts, scored_methods, uses_statistics
+from workers.engines.kv_cache import value_bytes
 from workers.engines.transformers.batches import BATCH, batch_bytes, fitting_batch
 from workers.engines.vllm.memory import (
     CONTEXT_BYTES,
@@ -25,7 +26,6 @@ from workers.engines.vllm.memory import (
     kv_cache_bytes,
     memory_requirements,
     usable_gpu_bytes,
-    value_bytes,
 )
 from workers.engines.vllm.paths.sizes import path_requirements
 from workers.errors import EngineUnavailable

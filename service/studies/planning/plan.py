@@ -15,7 +15,7 @@ from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.roofline import CPU, GPU, PATHS_ON_GPU, TRANSFORMERS_ON_GPU, Device, Speeds
 from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths, verified_lengths
 from service.studies.preflight.gradients import gradient_gpu_bytes
-from workers.engines.vllm.memory import kv_token_bytes, value_bytes
+from workers.engines.kv_cache import kv_token_bytes, value_bytes
 
 if TYPE_CHECKING:
     from search_spaces.study.file import Study

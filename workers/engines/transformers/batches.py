@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from workers.engines.vllm.memory import kv_token_bytes
+from workers.engines.kv_cache import kv_token_bytes
 
 __all__ = ["BATCH", "TEXTS_READ", "batch_bytes", "fitting_batch"]
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from workers.engines.kv_cache import kv_token_bytes, value_bytes
 from workers.errors import EngineUnavailable
 from workers.merging.recent import recent_bytes, statistics_bytes
 from workers.models.family import ResolvedFamily
@@ -29,11 +30,9 @@ __all__ = [
     "divide_memory",
     "free_for_engine",
     "kv_cache_bytes",
-    "kv_token_bytes",
     "logprobs_bytes",
     "memory_requirements",
     "usable_gpu_bytes",
-    "value_bytes",
 ]
 
 GB = 1e9
@@ -251,17 +250,6 @@ def batched_tokens(max_length: int, *, is_cpu: bool) -> int:
     return max(MAX_NUM_BATCHED_TOKENS, max_length) if is_cpu else MAX_NUM_BATCHED_TOKENS
 
 
-def kv_token_bytes(config: Mapping[str, Any], dtype: str, ranks: int = 1) -> int:
-    """Bytes of one token's attention keys and values on each of an engine's `ranks` GPUs.
-
-    `config` is the model's configuration (config.json), and `dtype` is the engine's dtype.
-    """
-    heads = int(config["num_attention_heads"])
-    head_size = int(config.get("head_dim") or config["hidden_size"] // heads)
-    kv_heads = int(config.get("num_key_value_heads") or heads)
-    return 2 * int(config["num_hidden_layers"]) * -(-kv_heads // ranks) * head_size * value_bytes(dtype)
-
-
 def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> int:
     """Bytes that an engine on CPU reserves for its KV cache.
 
@@ -270,11 +258,6 @@ def kv_cache_bytes(config: Mapping[str, Any], max_length: int, dtype: str) -> in
     text of `max_length` tokens needs more, the result is what this text needs.
     """
     per_token = kv_token_bytes(config, dtype)
-    block = 128  # tokens, vLLM's default on CPU
+    block = 128  # tokens, the largest block on CPU
     one_text = (max_length // block + 2) * block * per_token
     return max(one_text, min(1 << 30, MAX_NUM_SEQS * min(TEXT_TOKENS, max_length + block) * per_token))
-
-
-def value_bytes(dtype: str) -> int:
-    """Bytes of one value of an engine's dtype: 4 for "float32", else 2."""
-    return 4 if dtype == "float32" else 2

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from search_spaces.study.engine import EngineOptions
+from workers.engines.kv_cache import kv_token_bytes
 from workers.engines.vllm.memory import (
     FEW_TEXTS,
     MANY_TEXTS,
@@ -22,7 +23,6 @@ from workers.engines.vllm.memory import (
     divide_memory,
     free_for_engine,
     kv_cache_bytes,
-    kv_token_bytes,
     memory_requirements,
 )
 from workers.engines.vllm.startup import contents

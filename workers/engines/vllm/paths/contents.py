@@ -16,8 +16,9 @@ from typing import Any
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
+from workers.engines.kv_cache import value_bytes
 from workers.engines.vllm.environment import PATH_ARCHITECTURE
-from workers.engines.vllm.memory import HOST_SHARE, MemoryRequirements, kv_cache_bytes, value_bytes
+from workers.engines.vllm.memory import HOST_SHARE, MemoryRequirements, kv_cache_bytes
 from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.paths.sizes import (
     alignment_bytes,

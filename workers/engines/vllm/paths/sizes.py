@@ -7,13 +7,13 @@ from collections.abc import Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
+from workers.engines.kv_cache import value_bytes
 from workers.engines.vllm.memory import (
     FEW_TEXTS,
     MANY_TEXTS,
     MemoryRequirements,
     memory_requirements,
     usable_gpu_bytes,
-    value_bytes,
 )
 from workers.errors import EngineUnavailable
 from workers.models.family import ResolvedFamily
