@@ -4,6 +4,7 @@
 - `verbs`: the function of each verb (subcommand)
 - `finetune`: the verb that trains experts
 - `finetune_tables`: fine-tunings of a server as tables
+- `finetune_texts`: losses and values of a training as text
 - `accounts`: the verbs of users, teams and tokens
 - `notifications`: the commands `webhooks` and `mail`
 - `remote`: the verbs that send requests to a server

@@ -13,13 +13,14 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidStudy
+from service.cli.finetune_texts import loss_text, value_texts
 from service.cli.terminal import console, print_json, print_json_line
 from service.results.losses import is_at_offset
 from service.types import JobState
 from workers.errors import InvalidTask, TrainingFailed
-from workers.training.finetuning.history import LINEARIZED, METRICS, VALUES, read_history
+from workers.training.finetuning.history import METRICS, VALUES, read_history
 
-__all__ = ["finetune", "loss_text", "training_text", "value_texts"]
+__all__ = ["finetune", "training_text"]
 
 INTERVAL_S = 5.0
 
@@ -111,32 +112,6 @@ def _line(alias: str, summary: dict[str, Any], expert: Path) -> str:
     # Only the summaries of the method mergopt have a loss at the weights.
     loss = loss_text(summary, is_moved="weights_loss" in summary)
     return f"{alias}: {summary['steps']} steps, last {loss}{values}; expert: {expert}"
-
-
-def value_texts(line: Mapping[str, Any]) -> list[str]:
-    """Texts of the values of an evaluation, such as "math 0.610", by objective.
-
-    `line` has `values` and, for the method tangent, `linearized_values`, which are added in parentheses.
-    """
-    linearized = line.get(LINEARIZED, {})
-    return [
-        f"{name} {value:.3f}" + (f" ({linearized[name]:.3f} linearized)" if name in linearized else "")
-        for name, value in line.get(VALUES, {}).items()
-    ]
-
-
-def loss_text(line: Mapping[str, Any], *, is_moved: bool) -> str:
-    """Text of a training's loss, such as "loss 1.2500 at the offset, 1.1000 at the weights".
-
-    `line` has the number `loss` and, if they were measured, `weights_loss` and `offset_loss`. `is_moved` says that
-    `loss` is measured at the offset that the method mergopt draws, and not at the weights.
-    """
-    text = f"loss {line['loss']:.4f}{' at the offset' if is_moved else ''}"
-    if "weights_loss" in line:
-        text += f", {line['weights_loss']:.4f} at the weights"
-    if "offset_loss" in line:
-        text += f", {line['offset_loss']:.4f} at the offset"
-    return text
 
 
 def _note(text: str) -> None:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 from rich.table import Table
 from rich.text import Text
 
-from service.cli.finetune import loss_text, value_texts
+from service.cli.finetune_texts import loss_text, value_texts
 from service.cli.tables import id_digits, job_table, local_time, state_text, titled
 from service.results.format import duration
 from service.results.training.pictures import has_values, merge_columns, merge_rows, vectors_of
