@@ -50,9 +50,8 @@ class RayGradients:
 
     The actor computes on the device of its `inputs`. If this device is a GPU, and when the actor starts no GPU is free
     and no engine leaves a share of its GPU, the actor waits for a stated machine that the cluster may add; without such
-    a machine, it computes on the CPU. `actor` is the handle of the Ray actor, or
-    None before the first request. `pending` is the reference to the running call, which other code passes to
-    `ray.wait`.
+    a machine, it computes on the CPU. `actor` is the handle of the Ray actor, or None before the first request.
+    `pending` is the reference to the running call, which other code passes to `ray.wait`.
     """
 
     def __init__(self, inputs: GradientInputs) -> None:
@@ -115,10 +114,9 @@ class RayGradients:
     def check_start(self) -> None:
         """Raise EngineUnavailable if the gradient actor has not started in time, and end the actor.
 
-        The time is START_S seconds, or COME_S seconds if the actor waits for a machine that the cluster may add.
-
-        This happens if other programs have taken the resources that were free when the actor was requested, or if the
-        cluster has not added a machine within COME_S seconds.
+        The time is START_S seconds, or COME_S seconds if the actor waits for a machine that the cluster may add. It is
+        not enough if other programs have taken the resources that were free when the actor was requested, or if the
+        cluster has added no machine.
         """
         if self._start_call is None:
             return

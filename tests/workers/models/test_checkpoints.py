@@ -372,7 +372,7 @@ def test_the_contents_are_told_by_tensor_and_only_once(tmp_path: Path) -> None:
 def test_processes_that_start_together_read_models_once(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_writable: bool
 ) -> None:
-    """Of several users that need hashes and contents at once, one reads them; all read where nothing can be locked."""
+    """One of several readers computes hashes and checks contents; each does where no lock can be made."""
     checkpoint, cache = open_checkpoint(write(tmp_path / "model")), tmp_path / "cache"
     if not is_writable:
         cache.write_text("not a directory")

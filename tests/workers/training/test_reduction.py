@@ -26,7 +26,7 @@ LARGE = (8_192, 1_024)
 
 @pytest.mark.slow
 def test_derivatives_take_the_memory_that_is_planned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is planned for a method's derivatives is at least what they take; for methods of the table not much more."""
+    """Planned memory of derivatives is at least the measured peak, and close to it for methods with a figure."""
     for module, name in ((masks, "CHUNK"), (reductions, "CHUNK"), (order_statistics, "TIES_AT_ONCE")):
         monkeypatch.setattr(module, name, BLOCK)
     measured: dict[tuple[str, int], int] = {}

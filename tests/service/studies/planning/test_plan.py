@@ -165,7 +165,7 @@ def test_verification_on_the_cpu_has_the_threads_of_a_replica(planned: Planned) 
 
 @pytest.mark.parametrize(("name", "nodes", "engines"), [("rtx4090x1", 8, 1), ("h100x8", 2, 8), ("here", 4, 2)])
 def test_engines_of_other_machines_take_no_threads(name: str, nodes: int, engines: int) -> None:
-    """Of eight engines, those on one machine share its cores, as replicas do that count them where they run."""
+    """Engines share the cores of their own machine only, as replicas do, which count engines where they run."""
     profile = replace(profile_named(name), nodes=nodes)
     profile = replace(profile, gpus=0, cores=17) if name == "here" else profile
     assert _threads(profile, Engine(replicas=8)) == (profile.cores - 1) // engines
