@@ -19,6 +19,7 @@ from search_spaces.study.engine import EngineOptions
 from workers.cache import cache_dir
 from workers.directories import scratch
 from workers.engines.source_recipes import base_recipe
+from workers.engines.transformers.batches import batch_bytes
 from workers.engines.vllm.engine import Engine
 from workers.errors import InvalidPrompt, InvalidTask
 from workers.evaluation.metric_process import MetricProcess
@@ -242,8 +243,6 @@ class EngineWorker:
 
         `num_layers` is the number of layers of the merge.
         """
-        from workers.engines.transformers.batches import batch_bytes
-
         requests = (
             request
             for span in spans

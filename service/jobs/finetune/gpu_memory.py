@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterator
 
 from service.engine_machines import stated_machines
 from service.errors import Conflict
+from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning.memory_plan import GIB, USABLE, WORKERS, TrainingMemory, training_memory
@@ -24,8 +25,6 @@ def largest_gpu_bytes(num_gpus: int) -> int | None:
         sizes = [group.gpu_bytes for group in groups if group.gpu_bytes is not None]
         return max(sizes) if len(sizes) == len(groups) else None
     import torch
-
-    from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 
     return smallest_gpu_bytes() if 0 < num_gpus <= torch.cuda.device_count() else None
 

@@ -5,13 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-import time
 
 import pytest
 from jsonschema import Draft202012Validator
 
 from service.cli.main import SCHEMAS
 from tests.service.cli.terminals import Workplace
+from tests.test_imports import HEAVY
 
 
 @pytest.mark.parametrize("name", SCHEMAS)
@@ -81,19 +81,15 @@ def test_a_database_that_cannot_be_used_ends_the_server(place: Workplace, url: s
 
 
 @pytest.mark.parametrize("arguments", [["--help"], ["run", "--help"], ["--version"]])
-def test_help_is_instant_and_imports_nothing_heavy(arguments: list[str]) -> None:
+def test_help_imports_nothing_heavy(arguments: list[str]) -> None:
+    """These packages take from a tenth of a second to several seconds to import."""
     program = (
         "import sys, service.cli.main\n"
         f"try: service.cli.main.main({arguments})\n"
         "except SystemExit as end: assert not end.code\n"
-        "heavy = {'torch', 'vllm', 'ray', 'pydantic', 'numpy', 'yaml', 'sqlalchemy'} & set(sys.modules)\n"
+        f"heavy = {HEAVY} & set(sys.modules)\n"
         "assert not heavy, heavy\n"
     )
-    seconds = []
-    for _ in range(3):
-        started = time.perf_counter()
-        done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
-        seconds.append(time.perf_counter() - started)
-        assert done.returncode == 0, done.stderr
-        assert done.stdout
-    assert min(seconds) < 1
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout

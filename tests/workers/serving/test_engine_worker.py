@@ -44,7 +44,7 @@ def worker(tied_family: Family, monkeypatch: pytest.MonkeyPatch) -> EngineWorker
         family=tied_family,
         dtype="float32",
         options=EngineOptions(max_model_len=64),
-        prompts=SimpleNamespace(directory=Path(tied_family.base.directory)),
+        prompts=SimpleNamespace(directory=Path(tied_family.base.directory), config={}),
         swap=lambda recipe: None,
         logprobs=lambda texts: [[-1.0] for _ in texts],
     )

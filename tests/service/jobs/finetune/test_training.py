@@ -282,7 +282,7 @@ def test_the_values_of_a_linearized_model_are_kept(store: Store, tmp_path: Path)
     assert progress["experts"]["sums"]["linearized_values"] == facts["linearized_values"]
 
 
-def test_losses_at_the_weights_are_told_beside_those_at_the_offset(store: Store, tmp_path: Path) -> None:
+def test_losses_at_the_weights_are_beside_those_at_the_offset(store: Store, tmp_path: Path) -> None:
     """Every loss at the weights is stored, also of updates in the middle of an event; the progress has the last."""
     record = stored(store, pipeline_of(tmp_path))
     place = tmp_path / "place"
