@@ -79,6 +79,7 @@ def prepare_environment() -> None:
     os.environ.setdefault("RAY_TRAIN_ENABLE_STATE_TRACKING", "1")  # else the dashboard lists no runs
     os.environ.setdefault("RAY_raylet_start_wait_time_s", str(START_WAIT_S))
     os.environ.setdefault("RAY_agent_register_timeout_ms", "300000")
+    os.environ.setdefault("RAY_prestart_worker_first_driver", "0")  # else Ray starts an idle process for each core
     # Below: seconds that a driver has to end, longer than it waits for its chunks (CHUNK_GRACE_S of
     # `service.tune.ray_tune`); and Ray must not empty CUDA_VISIBLE_DEVICES for actors without a GPU, because the
     # deployment requests GPUs for replicas.

@@ -255,6 +255,7 @@ def machines(
         "RAY_AUTH_TOKEN": secrets.token_hex(16),
         "RAY_USAGE_STATS_ENABLED": "0",
         "RAY_agent_register_timeout_ms": "300000",
+        "RAY_prestart_worker_first_driver": "0",
         **environment,
     }
     made = [

@@ -214,6 +214,7 @@ def ray_gets_the_variables_it_reads_at_its_start(manifests: Manifests) -> Iterat
                 "RAY_TRAIN_ENABLE_STATE_TRACKING",
                 "RAY_raylet_start_wait_time_s",
                 "RAY_agent_register_timeout_ms",
+                "RAY_prestart_worker_first_driver",
                 "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO",
                 "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS",
                 "RAY_JOB_STOP_WAIT_TIME_S",

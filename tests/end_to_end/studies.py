@@ -26,7 +26,7 @@ from workers.types import Scorer
 
 EXPERTS = ("math", "text")
 NUM_HOLDOUT = 40
-SHIPPED_SAMPLES = 270
+SHIPPED_SAMPLES = 150
 METHODS = ("task_arithmetic", "ties", "slerp", "linear")
 
 # Search spaces of small studies: groups of layers, paths of layers, and scales of one model.
@@ -122,7 +122,7 @@ def write_gradient_study(directory: Path, *, name: str, rungs: Sequence[int], ma
 
 
 def shipped_study(directory: Path, *, name: str, seed: int) -> dict[str, Any]:
-    """Study of the shipped family: three searched trials besides the baselines, on 270 samples of each of three skills.
+    """Study of the shipped family: three searched trials besides the baselines, on 150 samples of each of three skills.
 
     It has six benchmarks: two of one group, one that is attacked, one whose completions are executed, one of options,
     and one for the best trial alone. `directory` gets twenty held-out samples of each skill: the study tests scoring,

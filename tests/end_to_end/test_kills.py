@@ -35,7 +35,7 @@ from workers.types import Family
 
 START_S = 300.0  # Ray, Serve and an engine, on two busy cores
 MAX_TOKENS = 2
-NUM_SEARCH, NUM_HOLDOUT = 256, 60
+NUM_SEARCH, NUM_HOLDOUT = 128, 40
 WORKING_GONE_S = 30.0
 ALL_GONE_S = 90.0
 
@@ -60,8 +60,8 @@ def study(tied_family: Family, tmp_path_factory: pytest.TempPathFactory) -> Path
             "experts": {expert.alias: expert.directory for expert in tied_family.experts},
         },
         "search_space": {"kind": "lfs", "layer_groups": 2},
-        "search": {"algorithm": "random", "max_trials": 18},
-        "fidelity": {"scheduler": "hyperband", "rungs": [40, 120, NUM_SEARCH]},
+        "search": {"algorithm": "random", "max_trials": 14},
+        "fidelity": {"scheduler": "hyperband", "rungs": [20, 60, NUM_SEARCH]},
         "objectives": objectives["search"],
         "holdout": objectives["holdout"],
         "engine": {"max_model_len": OPTIONS.max_model_len, "verify": {"trials": 1, "samples": 8}},

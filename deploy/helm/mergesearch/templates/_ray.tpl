@@ -26,6 +26,7 @@ env:
   - {name: RAY_TRAIN_ENABLE_STATE_TRACKING, value: "1"}
   - {name: RAY_raylet_start_wait_time_s, value: "60"}
   - {name: RAY_agent_register_timeout_ms, value: "300000"}
+  - {name: RAY_prestart_worker_first_driver, value: "0"}
   - {name: RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO, value: "0"}
   - {name: RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS, value: "1"}
   # Seconds that a driver has to end, longer than it waits for its chunks (service/tune/ray_tune.py).
