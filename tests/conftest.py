@@ -11,7 +11,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -118,6 +118,26 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
 
 
 _NUM_MODULES = pytest.StashKey[int]()
+_ENDS = pytest.StashKey[dict[str, Callable[[], None]]]()  # by the name of a lane
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_runtest_teardown(item: pytest.Item, nextitem: pytest.Item | None) -> None:
+    """End what a lane's fixture has started after the lane's last test.
+
+    Fixtures of a session end with the session. Until then an idle Ray Serve would take a tenth of a core.
+    """
+    name = lane(getattr(item, "fixturenames", ()))
+    if name is not None and (nextitem is None or lane(getattr(nextitem, "fixturenames", ())) != name):
+        end = item.config.stash.get(_ENDS, {}).pop(name, None)
+        if end is not None:
+            end()
+
+
+@pytest.fixture(scope="session")
+def at_end_of_lane(pytestconfig: pytest.Config) -> Callable[[str, Callable[[], None]], None]:
+    """A function that takes the name of a lane and what is to be called after the last test of this lane."""
+    return pytestconfig.stash.setdefault(_ENDS, {}).__setitem__
 
 
 def pytest_unconfigure() -> None:
@@ -321,10 +341,15 @@ def ray_cluster() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def scorer(ray_cluster: None, tied_family: Family) -> ServeScorer:
+def scorer(
+    ray_cluster: None, tied_family: Family, at_end_of_lane: Callable[[str, Callable[[], None]], None]
+) -> ServeScorer:
     """One real replica on Ray Serve."""
+    from ray import serve
+
     from workers.serving.deployment import deploy_scorer
 
+    at_end_of_lane("scorer", serve.shutdown)
     started = time.perf_counter()
     scorer = deploy_scorer(tied_family, OPTIONS)
     record_engine_start("tied Qwen2, a replica on Ray Serve", time.perf_counter() - started)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
 import pytest
@@ -48,7 +49,9 @@ def ray_address(ray_cluster: None) -> str:
 
 
 @pytest.fixture(scope="session")
-def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+def fake_server(
+    tmp_path_factory: pytest.TempPathFactory, at_end_of_lane: Callable[[str, Callable[[], None]], None]
+) -> Iterator[Server]:
     """A server with one place and one trial actor, which it takes away at once for urgent studies.
 
     Fakes score language models. The models of studies are beside its data directory.
@@ -61,5 +64,8 @@ def fake_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     }
     environment = {name: json.dumps(value) for name, value in settings.items()}
     command = ("tests.benchmarks.fake_serve", "--max-running", "1")
-    with serving(command, tmp_path_factory.mktemp("fake_server") / "data", environment=environment) as server:
+    with ExitStack() as stack:
+        data_dir = tmp_path_factory.mktemp("fake_server") / "data"
+        server = stack.enter_context(serving(command, data_dir, environment=environment))
+        at_end_of_lane("fake_server", stack.close)
         yield server
