@@ -14,6 +14,7 @@ import math
 import resource
 import sys
 import threading
+from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
@@ -42,13 +43,13 @@ def show(result: dict[str, Any]) -> None:
         )
 
 
-def measure(directory: Path) -> list[dict[str, Any]]:
+def measure(directory: Path, methods: Collection[str] = ()) -> list[dict[str, Any]]:
     """Memory of a bank and its merges, measured by `measure_here` in a separate process."""
-    return list(json.loads(output(__name__, str(directory))))
+    return list(json.loads(output(__name__, str(directory), *methods)))
 
 
-def measure_here(directory: Path) -> list[dict[str, Any]]:
-    """Memory of a bank for each placement, and under the limit of a candidate of each fused method.
+def measure_here(directory: Path, methods: Collection[str]) -> list[dict[str, Any]]:
+    """Memory of a bank for each placement, and under the limit of a candidate of each of `methods`, or all fused ones.
 
     The family is the one that `merge_family.make` left in `directory`. `opening` and `merging` are the largest shares
     of sources and result needed.
@@ -61,7 +62,7 @@ def measure_here(directory: Path) -> list[dict[str, Any]]:
     from workers.merging.materialize import merge_into
 
     def merge(bank: Bank, destinations: dict[str, torch.Tensor]) -> None:
-        for method in FUSED:
+        for method in methods or FUSED:
             merge_into(merge_family.recipe(family, method, 0), bank, destinations)
 
     threading.stack_size(1 << 20)  # stacks count by their whole size, 8 MB for each thread
@@ -86,10 +87,12 @@ def measure_here(directory: Path) -> list[dict[str, Any]]:
         mapped = sources if placement == "mapped" else 0
         peaks = [(highest.bytes - before + mapped) / (sources + result) for highest in (opening, merging)]
         sizes = {"placement": placement, "sources": sources, "result": result}
-        rows.append({**sizes, **dict(zip(("opening", "merging"), peaks, strict=True)), "methods": list(FUSED)})
+        rows.append(
+            {**sizes, **dict(zip(("opening", "merging"), peaks, strict=True)), "methods": list(methods or FUSED)}
+        )
         del bank
     return rows
 
 
 if __name__ == "__main__":
-    print(json.dumps(measure_here(Path(sys.argv[1]))))
+    print(json.dumps(measure_here(Path(sys.argv[1]), sys.argv[2:])))

@@ -48,7 +48,7 @@ from workers.types import Split
 EXPORT = "e" * 32
 CONFIGURATION: dict[str, Any] = {
     "seed": 0,
-    "generation": {"max-examples": 10, "deterministic": True},
+    "generation": {"max-examples": 5, "deterministic": True},
     "phases": {"stateful": {"enabled": False}},
     # A study that is well formed may name models that are not there, and a server without users needs no token.
     "checks": {"positive_data_acceptance": {"enabled": False}, "ignored_auth": {"enabled": False}},
@@ -382,7 +382,7 @@ def test_with_accounts_it_keeps_to_its_document(tmp_path: Path) -> None:
     ):
         server.cluster.ray = ray.dashboard
         company = Company.on(server)
-        few = {**CONFIGURATION, "generation": {"max-examples": 3, "deterministic": True}}
+        few = {**CONFIGURATION, "generation": {"max-examples": 2, "deterministic": True}}
         root = company.tokens["root", Scope.ADMIN]
         for token, has_coverage in ((root, True), (root, False), (None, False)):
             phases = {
