@@ -140,7 +140,7 @@ ATTACKS = {
     "signal the parent": "import os; os.kill(os.getppid(), 0); x = 1",
     "signal all": "import os; os.kill(-os.getpgid({pid}), 0); x = 1",
     "trace": LIBC + "libc.ptrace(0x4206, 0, 0, 0); x = ctypes.get_errno() == 3",
-    "read another's memory": LIBC + "x = libc.syscall({readv}, {pid}, 0, 0, 0, 0, 0) == 0",
+    "read another's memory": LIBC + "x = libc.syscall(*map(ctypes.c_long, ({readv}, {pid}, 0, 0, 0, 0, 0))) == 0",
     "fork": LIBC + "x = libc.syscall({clone}, 17, 0, 0, 0, 0); x or libc._exit(0); x = x > 0",
     "spawn": "import os; x = os.posix_spawn('/bin/true', ['true'], {{}}) > 0",
     "program": "import subprocess; x = subprocess.run(['/bin/true']).returncode == 0",

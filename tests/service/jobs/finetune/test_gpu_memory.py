@@ -68,7 +68,7 @@ def test_the_memory_is_of_stated_or_own_gpus(monkeypatch: pytest.MonkeyPatch) ->
     assert largest_gpu_bytes(12) is None
     monkeypatch.delenv(VARIABLE)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
-    monkeypatch.setattr("workers.engines.vllm.startup.gpus.smallest_gpu_bytes", lambda: 24 * GB)
+    monkeypatch.setattr("service.jobs.finetune.gpu_memory.smallest_gpu_bytes", lambda: 24 * GB)
     assert [largest_gpu_bytes(count) for count in (0, 2, 3)] == [None, 24 * GB, None]
 
 
