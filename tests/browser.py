@@ -9,7 +9,8 @@ from pathlib import Path
 
 __all__ = ["browser_path", "has_browser", "shown"]
 
-NAMES = ("chromium", "chromium-browser", "google-chrome")
+# The first one, in Debian's package of this name, has no user interface, and takes a quarter less processor time.
+NAMES = ("chromium-headless-shell", "chromium", "chromium-browser", "google-chrome")
 
 
 def browser_path() -> str | None:
