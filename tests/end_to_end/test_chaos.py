@@ -12,7 +12,7 @@ import pytest
 from tests.end_to_end.team_chaos import OWNERS, run_team_chaos
 from tests.postgresql import PostgreSQL
 
-KILLS = ("server", "Serve controller", "Ray head", "database")
+KILLS = ("server", "driver", "replica", "Serve controller", "Ray head", "database")
 STOPS = ("driver", "replica")
 
 
@@ -20,8 +20,8 @@ STOPS = ("driver", "replica")
 def test_teams_steer_while_parts_are_killed(postgresql: PostgreSQL, tmp_path: Path) -> None:
     """Three studies of two teams have their undisturbed trials, and their events tell who paused, edited and resumed.
 
-    Server, Serve's controller, Ray's head and PostgreSQL are killed meanwhile; a driver and a replica are stopped until
-    they are replaced. Drivers and replicas are killed in `test_serve.py`.
+    Server, driver, replica, Serve's controller, Ray's head and PostgreSQL are killed meanwhile; a driver and a replica
+    are stopped until they are replaced.
     """
     found = run_team_chaos(tmp_path, postgresql, kills=KILLS, stops=STOPS, max_trials=10)
     assert found["states"] == ["COMPLETE"] * len(OWNERS), found
