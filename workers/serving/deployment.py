@@ -48,10 +48,8 @@ MAX_ONGOING_REQUESTS = 3
 # at the latest so long before its node is taken away.
 FINISH_CHUNK_S = 300.0
 
-# Serve's controller kills a replica that fails its health checks at once: its engine has failed or hangs, and finishes
-# no chunk. It compares replicas with what is wanted twice a second. By default it does so ten times, which takes a
-# twentieth of a core all the time.
-CONTROLLER_ENVIRONMENT = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1", "RAY_SERVE_CONTROL_LOOP_INTERVAL_S": "0.5"}
+# A replica that fails its health checks is killed at once: its engine has failed or hangs, and finishes no chunk.
+CONTROLLER_ENVIRONMENT = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
 
 # Seconds for which the end of a command waits for its replicas to stop. Serve stops them in any case.
 STOP_S = 10.0
