@@ -35,6 +35,8 @@ from tests.prometheus import Prometheus
 from tests.service.tune.harness import trial_list
 
 ATTEMPT_S = 240.0
+# A driver whose actors hang is replaced after 8 s, or after twice the time of its longest chunk.
+PATIENCE = {"SCORING_PATIENCE_S": 8.0, "PATIENCE_FACTOR": 0.1, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}
 
 
 @pytest.fixture
@@ -93,7 +95,7 @@ def test_hanging_actors_and_absent_model(study_file: Path, tmp_path: Path) -> No
     """
     environment = {
         "FAKE_SCORER": json.dumps({"sample_delay_s": 0.02, "swap_delay_s": 0.01}),
-        "FAKE_HEARTBEAT": json.dumps({"SCORING_PATIENCE_S": 8.0, "PATIENCE_CHUNKS": 2, "ENGINE_CHECK_S": 3.0}),
+        "FAKE_HEARTBEAT": json.dumps(PATIENCE),
         "FAKE_TUNE": json.dumps({"CHUNK_GRACE_S": 5.0}),  # the driver is asked to end while its actors hang
         "FAKE_IN_FLIGHT": "2",
         "FAKE_LATE_CHECKS": "1",

@@ -235,6 +235,8 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
                 return path_parameters | {key: ours[key] for key in path_parameters}
             streams = context.operation.path.endswith("/events")  # of what has not ended they do not end
             path_parameters["study_id"] = finished.id if streams else study.id
+            if study is finished and str(path_parameters.get("number", "")).isdecimal():
+                path_parameters["number"] = 1  # a trial that is there
             if "export_id" in path_parameters:
                 path_parameters["export_id"] = EXPORT
         return path_parameters

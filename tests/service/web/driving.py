@@ -112,6 +112,8 @@ def chromium() -> Iterator[Browser]:
             browser.close()
 
 
+# Milliseconds until an assertion or an action fails. Tests share few cores, on which the page may take seconds to draw.
+PATIENCE_MS = 20_000
 # Milliseconds in one try of an assertion. Playwright looks ten times a second if it has up to this time, and only twice
 # a second if it has more.
 TRY_MS = 2000
@@ -126,7 +128,7 @@ class _Tried:
     def __getattr__(self, name: str) -> Callable[..., None]:
         assertion: Callable[..., None] = getattr(self._assertions, name)
 
-        def tried(*args: Any, timeout: float = 5000, **options: Any) -> None:
+        def tried(*args: Any, timeout: float = PATIENCE_MS, **options: Any) -> None:
             while timeout > TRY_MS:
                 try:
                     return assertion(*args, timeout=TRY_MS, **options)
@@ -154,7 +156,7 @@ def navigate(page: Page, path: str, title: str) -> None:
     """
     assert not page.title().startswith(title), f"the view before is named {page.title()} too"
     page.evaluate("path => history.pushState({}, '', path)", path)
-    expect(page).to_have_title(re.compile(f"^{re.escape(title)}"), timeout=20_000)
+    expect(page).to_have_title(re.compile(f"^{re.escape(title)}"), timeout=PATIENCE_MS)
 
 
 def press(control: Locator, key: str = "Enter") -> None:
@@ -193,7 +195,7 @@ class Visit:
         page.on("console", console)
         page.on("pageerror", lambda error: self._errors.append(f"exception: {error}"))
         page.on("request", request)
-        page.set_default_timeout(20_000)
+        page.set_default_timeout(PATIENCE_MS)
 
     def goto(self, path: str) -> Page:
         """Open an address of the page in the first tab."""
