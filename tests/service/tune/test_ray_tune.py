@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import re
 import signal
@@ -49,8 +50,16 @@ def events(store: Store, study: str, kind: str) -> list[Any]:
     return [event.payload for event in store.events(study) if event.kind == kind]
 
 
+def trial_actors() -> list[dict[str, Any]]:
+    """The trial actors that Ray has ever started, including dead ones."""
+    return [actor for actor in state.actors().values() if actor["ActorClassName"] == "EvaluationTrainable"]
+
+
 def free_cpus() -> float:
-    """Number of free CPUs, once the actors of earlier tests have ended."""
+    """Number of free CPUs, once the actors of earlier tests have ended and Ray has taken note."""
+    while any(actor["State"] != "DEAD" for actor in trial_actors()):
+        gc.collect()  # those of runs that ended with an error live as long as its traceback
+        time.sleep(0.5)
     free = -1.0
     while free != (free := ray.available_resources()["CPU"]):
         time.sleep(3)
@@ -163,11 +172,6 @@ def test_the_driver_starts_with_the_trial_actors_that_it_gets(
     assert missing["reason"].startswith("1 of 3 trial actors run; the others wait for CPUs (0.05 each, 0.03 of")
 
 
-def num_actors() -> int:
-    """Number of trial actors that Ray has ever started, including dead ones."""
-    return sum(actor["ActorClassName"] == "EvaluationTrainable" for actor in state.actors().values())
-
-
 @pytest.mark.slow
 def test_a_trial_actor_that_starts_is_not_killed(ray_cluster: None, tmp_path: Path) -> None:
     """After the death of a trial actor a single new one starts, although the others are idle again and again."""
@@ -181,10 +185,10 @@ def test_a_trial_actor_that_starts_is_not_killed(ray_cluster: None, tmp_path: Pa
             return super().score(request)
 
     store, study = new_study(tmp_path)
-    before = num_actors()
+    before = len(trial_actors())
     assert run(store, study, DiesOnce(), tmp_path) == ""
     assert (tmp_path / "died").exists()
-    assert num_actors() - before == CONCURRENCY + 1
+    assert len(trial_actors()) - before == CONCURRENCY + 1
 
 
 @pytest.mark.slow
