@@ -32,7 +32,7 @@ __all__ = [
 ]
 
 Part: TypeAlias = Component | Literal["embedding", "head"]
-AlignmentKind: TypeAlias = Literal["none", "moments", "mlp"]
+AlignmentKind: TypeAlias = Literal["none", "moments", "mlp", "ridge"]
 LayerPair: TypeAlias = tuple[tuple[str, int], tuple[str, int]]
 """Two layers that follow each other in a path, each as a model's name and the layer's number in that model."""
 

@@ -123,7 +123,7 @@ class Hm3Section(SpaceSection):
     alignment: AlignmentKind = "none"
     """How the output of a layer is adapted to a next layer that does not follow it in its own model. none: not at all;
     moments: each channel gets the mean and the variance that the next layer expects; mlp: a projection that a small
-    network learns.
+    network learns; ridge: a projection by ridge regression over tokens, for models whose channels do not correspond.
     """
     scales: tuple[float, float] | None = None
     """The lowest and highest factor on the residual stream after each layer of a path but the last; 1 is between them.

@@ -522,6 +522,19 @@ def _parser() -> argparse.ArgumentParser:
         "--max-shard-size", type=_num_bytes, metavar="SIZE", help="largest size of one weight file; default: 5GB"
     )
 
+    text = (
+        "Expand models of different widths and depths to one shape, for layer paths; what they compute stays the same."
+    )
+    command = verb("expand", verbs.expand, text)
+    command.add_argument(
+        "models",
+        nargs="+",
+        metavar="ALIAS=MODEL",
+        help="model of the hub or directory; ALIAS is the name of its folder",
+    )
+    command.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory of the models' folders")
+    command.add_argument("--check", action="store_true", help="check the models, print the common shape, write nothing")
+
     text = "Begin a study file that searches for better merges than that of a mergekit configuration."
     command = verb("begin", verbs.begin, text)
     command.add_argument("file", type=Path, metavar="FILE", help="mergekit's YAML")

@@ -12,6 +12,7 @@ import re
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -65,6 +66,7 @@ __all__ = [
     "edit",
     "enqueue",
     "evaluate",
+    "expand",
     "export",
     "fetch_task",
     "finetune",
@@ -95,6 +97,9 @@ __all__ = [
     "trials",
     "watch",
 ]
+
+# Aliases of models that `mergesearch expand` writes to folders of these names.
+FOLDER = "[A-Za-z0-9][A-Za-z0-9._-]*"
 
 # Options of `mergesearch edit`, of which some are limits of a study.
 LIMITS = ("max_samples", "max_gpu_hours", "max_wall_clock_s")
@@ -220,8 +225,6 @@ def serve(options: argparse.Namespace) -> int:
 
 
 def move_database(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from service.store import Store
     from service.store.database_url import named_url
     from service.store.move import move
@@ -244,8 +247,6 @@ def move_database(options: argparse.Namespace) -> int:
 
 
 def back_up(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from service.store import Store
     from service.store.backup import back_up
     from service.store.database_url import known_url
@@ -274,8 +275,6 @@ def back_up(options: argparse.Namespace) -> int:
 
 
 def restore(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from service.store import Store
     from service.store.backup import read_backup, restore
     from service.store.database_url import database_url
@@ -338,8 +337,6 @@ def migrate_database(options: argparse.Namespace) -> int:
 
 
 def clean(options: argparse.Namespace) -> int:
-    from dataclasses import asdict
-
     from service.api.export_queue import Exports
     from service.retention.cleaning import Cleaner
     from service.store import Store
@@ -564,8 +561,6 @@ def _export_quantised(options: argparse.Namespace, trial: str, chosen: Any) -> N
     `trial` is "best" or a number. `chosen` describes the trial if the user's weights of the objectives chose it; None
     if the user gave no weights.
     """
-    from dataclasses import asdict
-
     from service.jobs.search.local_run import read_run
     from service.studies.quantised_export import export_quantised, scores_table
 
@@ -637,6 +632,33 @@ def merge(options: argparse.Namespace) -> int:
         print("interrupted; the same command continues and keeps the complete files", file=sys.stderr)
         return 130
     print_json({"directory": str(out)}) if options.json else print(f"merged model: {out}")
+    return 0
+
+
+def expand(options: argparse.Namespace) -> int:
+    from workers.export.expansion import common_shape
+    from workers.export.expansion import expand as expand_models
+    from workers.models.checkpoints import open_checkpoint
+
+    models = _by_alias(options.models, option="MODEL")
+    for alias in models:
+        if re.fullmatch(FOLDER, alias) is None:
+            raise InvalidRecipe(f"MODEL {alias!r}: an alias is the name of a folder, and matches {FOLDER}")
+    if options.check:
+        shape = common_shape({alias: open_checkpoint(directory) for alias, directory in models.items()})
+        print_json({"shape": asdict(shape)}) if options.json else print(f"common shape: {shape}")
+        return 0
+    try:
+        with ExportView() as view:
+            found = expand_models(models, options.out, progress=view.update, note=partial(print, file=sys.stderr))
+    except FileExistsError as error:
+        raise Conflict(str(error)) from error
+    if options.json:
+        print_json({"shape": asdict(found.shape), "directories": {a: str(d) for a, d in found.directories.items()}})
+        return 0
+    print(f"common shape: {found.shape}")
+    for alias, directory in found.directories.items():
+        print(f"{alias}: {directory}")
     return 0
 
 
@@ -849,12 +871,20 @@ def _directories(models: Sequence[str]) -> dict[str, Path]:
 
     Raises InvalidRecipe if a value does not have this form, or if an alias is given twice.
     """
-    directories: dict[str, Path] = {}
+    return {alias: Path(directory) for alias, directory in _by_alias(models, option="--model").items()}
+
+
+def _by_alias(models: Sequence[str], *, option: str) -> dict[str, str]:
+    """Parse the values of an option or argument, each ALIAS=MODEL, into a dict from aliases to models.
+
+    Raises InvalidRecipe if a value does not have this form, or if an alias is given twice.
+    """
+    directories: dict[str, str] = {}
     for text in models:
         alias, equals, directory = text.partition("=")
         if not (alias and equals and directory):
-            raise InvalidRecipe(f"--model {text!r}: write ALIAS=DIR, e.g. --model math=/models/math")
+            raise InvalidRecipe(f"{option} {text!r}: write ALIAS=DIR, e.g. math=/models/math")
         if alias in directories:
-            raise InvalidRecipe(f"--model {text!r}: {alias} is given twice, first as {directories[alias]}")
-        directories[alias] = Path(directory)
+            raise InvalidRecipe(f"{option} {text!r}: {alias} is given twice, first as {directories[alias]}")
+        directories[alias] = directory
     return directories

@@ -208,7 +208,7 @@ def test_pages_show_both_kinds_of_yaml() -> None:
         "docs/how-to/chains.md": 1,
         "docs/how-to/constraints.md": 1,
         "docs/how-to/images.md": 2,
-        "docs/how-to/layer-paths.md": 4,
+        "docs/how-to/layer-paths.md": 5,
         "docs/how-to/preferences.md": 1,
         "docs/how-to/warm-start.md": 1,
         "docs/reference/study-file.md": 5,

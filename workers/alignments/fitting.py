@@ -1,8 +1,8 @@
 """Fitting of the alignment between two layers to the layers' activations.
 
 A pair is (the layer before the alignment, the layer after it). X [N, D] is the output of the first layer in its own
-model, and Y [N, D] is the input of the second layer in its own model, both for the same texts. The map gives X the
-distribution of Y; activations are not compared token by token.
+model, and Y [N, D] is the input of the second layer in its own model, both for the same texts. The maps `moments`
+and `mlp` give X the distribution of Y, and do not compare activations token by token; `ridge` does.
 
 - `moments`: y = scale * x + shift for each channel, so that mean and variance are equal.
 - `mlp`: y = P x + shift, where P = diag(scale) + U V^T is the output of a light network with two hidden layers, given
@@ -10,11 +10,16 @@ distribution of Y; activations are not compared token by token.
   squared errors of mean and variance, and CORAL of the covariances. Training stops early, and the epoch with the least
   loss on held-out rows is kept, so an `mlp` is never worse than `moments` on these rows.
 
+- `ridge`: y = P x + shift, by least squares over the tokens, with a penalty on the squares of P's elements (ridge
+  regression). The penalty with the least squared error on held-out rows is taken. This is the kind for models whose
+  channels do not correspond, such as models of different widths: stitching layers (Lenc and Vedaldi 2015, Bansal et
+  al. 2021) are such maps.
+
 A map is fitted to all tokens except the first of each text, and applied to all tokens. In trained models the first
 token has values in a few channels that are larger than all others by orders of magnitude, from an early layer on. In
 such a channel, the slope of the map is the slope of the line through two points: the mean of the other tokens and the
-mean of the first tokens. `mlp` neither changes this channel nor adds it to other channels. So the first token keeps
-values of the size for which the next layer was trained.
+mean of the first tokens. `mlp` and `ridge` neither change this channel nor add it to other channels. So the first token
+keeps values of the size for which the next layer was trained.
 
 The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
 receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
@@ -26,6 +31,7 @@ from __future__ import annotations
 
 import copy
 import json
+import math
 from dataclasses import dataclass, fields
 from typing import Literal
 
@@ -45,10 +51,14 @@ __all__ = [
     "fit_alignment",
     "fit_mlp",
     "fit_moments",
+    "fit_ridge",
 ]
 
-Kind = Literal["moments", "mlp"]
-KINDS: tuple[Kind, ...] = ("moments", "mlp")
+Kind = Literal["moments", "mlp", "ridge"]
+KINDS: tuple[Kind, ...] = ("moments", "mlp", "ridge")
+
+# The penalties among which the kind `ridge` chooses, as shares of the mean variance of the free channels of x.
+PENALTIES = tuple(10.0**exponent for exponent in range(-6, 2))
 
 # Channels whose standard deviation is a smaller share of the root mean square over all channels are only shifted.
 SMALLEST_DEVIATION = 1e-3
@@ -68,7 +78,7 @@ class FittedAlignment:
     - `before`: the discrepancy without an alignment
     - `moments`: the discrepancy with an alignment of kind `moments` (a scale and a shift for each channel)
     - `after`: the discrepancy with this alignment
-    - `epochs`: the number of epochs of training; 0 for an alignment of kind `moments`
+    - `epochs`: the number of epochs of training; 0 for alignments of the kinds `moments` and `ridge`
     """
 
     alignment: Alignment
@@ -171,19 +181,59 @@ def fit_alignment(
     """Fit an alignment of kind `kind` from activations x, one layer's output, to activations y, another layer's input.
 
     The kind `moments` scales and shifts each channel; the kind `mlp` is a matrix and a shift that a small network
-    computes. Rows of `x_ND` and `y_ND` are tokens, columns are channels; row n of both is the same token. `is_held_out`
-    [N] is true for the rows of held-out texts. The map is not fitted to these rows: they measure the result's quality
-    (function `discrepancy`), and the kind `mlp` keeps the epoch with the smallest discrepancy. `first` contains the
-    activations of the texts' first tokens in x and in y, or is None if they are unknown. These tokens are not among the
-    rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`; None means the defaults.
+    computes; the kind `ridge` is a matrix and a shift by ridge regression. Rows of `x_ND` and `y_ND` are tokens,
+    columns are channels; row n of both is the same token. `is_held_out` [N] is true for the rows of held-out texts. The
+    map is not fitted to these rows: they measure the result's quality (function `discrepancy`), the kind `mlp` keeps
+    the epoch with the smallest discrepancy, and the kind `ridge` the penalty with the smallest squared error. `first`
+    contains the activations of the texts' first tokens in x and in y, or is None if they are unknown. These tokens are
+    not among the rows of `x_ND` and `y_ND`. `options` are for the kind `mlp`; None means the defaults.
     """
     train = (x_ND[~is_held_out], y_ND[~is_held_out])
     out = (x_ND[is_held_out], y_ND[is_held_out])
     if kind == "mlp":
         return fit_mlp(train, out, seed=0, first=first, options=options)
-    alignment = fit_moments(*train, first=first)
-    after = float(discrepancy(alignment(out[0]), out[1]))
-    return FittedAlignment(alignment, float(discrepancy(*out)), after, after)
+    moments = fit_moments(*train, first=first)
+    alignment = fit_ridge(train, out, first=first) if kind == "ridge" else moments
+    plain, after = (float(discrepancy(each(out[0].float()), out[1].float())) for each in (moments, alignment))
+    return FittedAlignment(alignment, float(discrepancy(*out)), plain, after)
+
+
+def fit_ridge(
+    train: tuple[Tensor, Tensor],
+    held_out: tuple[Tensor, Tensor],
+    *,
+    first: tuple[Tensor, Tensor] | None = None,
+) -> Alignment:
+    """Fit a matrix and a shift that map activations x to activations y of the same tokens, by ridge regression.
+
+    The arguments are those of the function `fit_mlp`. The penalty is the one of PENALTIES with the smallest squared
+    error on the held-out rows. In channels of x in which the first tokens are outliers, the alignment is as the
+    function `fit_moments` fits it. Computed in float64; equal arguments give equal bits on one machine with one number
+    of threads.
+    """
+    _check(*train)
+    x, y = train[0].double(), train[1].double()
+    moments = fit_moments(*train, first=first)
+    is_outlier = (
+        torch.zeros(x.shape[1], dtype=torch.bool) if first is None else _are_outliers(first[0], train[0].float())
+    )
+    mean_x, mean_y = x.mean(dim=0), y.mean(dim=0)
+    free = torch.nonzero(~is_outlier).flatten()
+    inputs, outputs = (x - mean_x)[:, free], y - mean_y
+    gram, cross = inputs.T @ inputs, inputs.T @ outputs
+    unit = gram.diagonal().mean().clamp(min=torch.finfo(torch.float32).tiny)
+    out_x, out_y = (held_out[0].double() - mean_x)[:, free], held_out[1].double() - mean_y
+    best, best_error = torch.zeros_like(cross), math.inf
+    for penalty in PENALTIES:
+        regular = gram + penalty * unit * torch.eye(len(free), dtype=gram.dtype)
+        found = torch.cholesky_solve(cross, torch.linalg.cholesky(regular))
+        if (error := float((out_x @ found - out_y).square().mean())) < best_error:
+            best, best_error = found, error
+    projection = torch.zeros(y.shape[1], x.shape[1], dtype=x.dtype)
+    projection[:, free] = best.T
+    projection[is_outlier] = torch.diag(moments.tensors()["scale"].double())[is_outlier]
+    shift = mean_y - projection @ mean_x
+    return Alignment(projection=projection.float(), shift=shift.float())
 
 
 def fit_mlp(

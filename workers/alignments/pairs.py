@@ -40,7 +40,7 @@ class AlignmentInputs:
     - `tasks`: the task of each objective; alignments are learned on prompts of these tasks
     - `positions`: for each objective, the positions of the samples whose prompts are used, in the task's order
     - `options`: the engine's options, on which prompts depend
-    - `kind`: the kind of alignment, "moments" or "mlp"
+    - `kind`: the kind of alignment, "moments", "mlp" or "ridge"
     """
 
     family: Family

@@ -10,7 +10,7 @@ from workers.models.adapters import stated_base
 from workers.models.checkpoints import Checkpoint
 from workers.models.components import Layout, first_few, is_output_head
 
-__all__ = ["differences", "foreign_adapters"]
+__all__ = ["differences", "foreign_adapters", "structure"]
 
 # Configuration fields, in common names, that must agree for layers of two models to be interchangeable.
 STRUCTURE = (
@@ -85,7 +85,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
         return
     yield from base.modality.differences(base.directory, expert.directory)
     own = base.modality.structure
-    stated, wanted = _structure(expert.settings, own), _structure(base.settings, own)
+    stated, wanted = structure(expert.settings, own), structure(base.settings, own)
     for name in wanted:
         if any_depth and name in OF_DEPTH:
             continue
@@ -113,7 +113,7 @@ def differences(base: Checkpoint, expert: Checkpoint, *, any_depth: bool = False
         yield f"{where}: {len(shapes) - MAX_SHAPES} more tensors differ in shape from the base's"
 
 
-def _structure(settings: Mapping[str, Any], of_modality: Sequence[str]) -> dict[str, Any]:
+def structure(settings: Mapping[str, Any], of_modality: Sequence[str]) -> dict[str, Any]:
     """Settings in a configuration that must be equal for two models to be merged; absent settings are left out.
 
     `of_modality` are the names of settings that only models of one modality have. The settings include those of the

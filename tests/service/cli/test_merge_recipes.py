@@ -24,7 +24,7 @@ def test_merge_needs_to_know_where_every_model_is(place: Workplace, family: Fami
         f"{file}: has no model code; it names base, math, text"
     )
     assert place.refused("merge", file, "--out", out, "--model", "math") == (
-        "--model 'math': write ALIAS=DIR, e.g. --model math=/models/math"
+        "--model 'math': write ALIAS=DIR, e.g. math=/models/math"
     )
     assert place.refused("merge", file, "--out", out, "--model", "a=b", "--model", "a=c") == (
         "--model 'a=c': a is given twice, first as b"

@@ -16,6 +16,7 @@ from workers.alignments.fitting import (
     fit_alignment,
     fit_mlp,
     fit_moments,
+    fit_ridge,
 )
 
 QUICK = MlpOptions(epochs=6, batch=128)
@@ -127,6 +128,35 @@ def test_first_tokens_huge_in_one_model_change_nothing() -> None:
         (with_sink(x, -900.0), with_sink(y, 900.0)),
     ):
         assert torch.equal(fit_moments(x, y, first=first).tensors()["scale"], expected.tensors()["scale"])
+
+
+# Regression.
+
+
+def test_regression_finds_the_map_between_tokens() -> None:
+    """Where y is an affine function of x, `ridge` finds it, and `mlp` only matches the distribution."""
+    x = rows(900, 12, seed=0, mixes=1.0)
+    matrix = rows(12, 12, seed=1)
+    y = x @ matrix.T + 3.0
+    held_out = torch.arange(900) % 5 == 4
+    found = fit_alignment("ridge", x, y, held_out)
+    assert torch.allclose(found.alignment.tensors()["projection"], matrix, atol=1e-3)
+    assert torch.allclose(found.alignment(x), y, atol=1e-2)
+    assert found.after < 1e-6 < found.before
+    other = fit_alignment("mlp", x, y, held_out, options=QUICK).alignment
+    assert (other(x) - y).square().mean() > 0.3 * y.var()
+
+
+def test_held_out_rows_choose_the_penalty() -> None:
+    """With as many channels as tokens and noise, least squares without a penalty would be worse than the mean."""
+    x, matrix = rows(60, 40, seed=0), rows(40, 40, seed=1) / 40
+    y = x @ matrix.T + rows(60, 40, seed=2)
+    train, out = (x[:48], y[:48]), (x[48:], y[48:])
+    found = fit_ridge(train, out)
+    plain = torch.linalg.lstsq(train[0] - train[0].mean(0), train[1] - train[1].mean(0)).solution
+    error = (found(out[0]) - out[1]).square().mean()
+    assert error < (out[1] - train[1].mean(0)).square().mean() * 1.05
+    assert error < 0.7 * ((out[0] - train[0].mean(0)) @ plain + train[1].mean(0) - out[1]).square().mean()
 
 
 # The network.

@@ -11,7 +11,7 @@ from typing import Any
 
 from workers.models.family import ResolvedFamily
 
-__all__ = ["PATH_TYPES", "path_problems"]
+__all__ = ["PATH_TYPES", "path_problems", "path_settings"]
 
 # Model types that `model.LAYER_OF` has a layer for.
 PATH_TYPES = ("llama", "mistral", "qwen2", "qwen3")
@@ -44,9 +44,9 @@ def path_problems(sources: ResolvedFamily) -> list[str]:
         problems.append(
             f"{sources.base.directory}: layer_types has {' and '.join(kinds)}; in paths all layers must be of one kind"
         )
-    expected = _settings(base)
+    expected = path_settings(base)
     for alias, checkpoint in sources.views.items():
-        found = _settings(checkpoint.settings)
+        found = path_settings(checkpoint.settings)
         problems += [
             f"{alias}: {checkpoint.directory}: {name} is {_shown(found[name])}; the base has "
             f"{_shown(expected[name])}, and the layers of a path are computed with one value"
@@ -60,7 +60,8 @@ def _shown(value: Any) -> str:
     return "none" if value is None else repr(value)
 
 
-def _settings(config: Mapping[str, Any]) -> dict[str, Any]:
+def path_settings(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The settings in `config`, in common names, with which every layer of a layer path is computed."""
     found = {name: config.get(name, default) for name, default in SETTINGS.items()}
     if not config.get("use_sliding_window", True):
         found |= {"sliding_window": None, "max_window_layers": None}
