@@ -1,7 +1,9 @@
 """Trainings that an earlier version of this program began, whose options had other defaults.
 
 A stored specification without the option `method.noise_layers` is of such a version. Its default of
-`method.weight_decay` was 0. With `training.layers`, MergOPT added noise to the trained layers only.
+`method.weight_decay` was 0. With `training.layers`, MergOPT added noise to the trained layers only. A stored
+specification without the option `method.noise_targets` is of such a version, too: with an adapter, MergOPT added noise
+to the weights that the adapter changes, whatever the other adapters of a fleet changed.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ __all__ = ["read_spec", "with_stored_defaults", "written_as"]
 # The default of `method.weight_decay` in specifications without `method.noise_layers`.
 FIRST_WEIGHT_DECAY = 0.0
 
-NOISE_LAYERS = "noise_layers"
+NOISE_LAYERS, NOISE_TARGETS = "noise_layers", "noise_targets"
 
 
 def read_spec(document: Mapping[str, Any]) -> FinetuneSpec:
@@ -28,32 +30,33 @@ def read_spec(document: Mapping[str, Any]) -> FinetuneSpec:
 
 
 def with_stored_defaults(
-    spec: FinetuneSpec, document: Mapping[str, Any], *, fleet_layers: tuple[int, ...] | None = None
+    spec: FinetuneSpec, document: Mapping[str, Any], *, fleet: Mapping[str, Any] | None = None
 ) -> tuple[FinetuneSpec, tuple[str, ...]]:
     """Replace defaults in `spec` by those with which an earlier version began the training; also return messages.
 
     Args:
         spec: The present specification. Options that its file states are kept.
         document: The stored specification of the training. If no earlier version wrote it, `spec` is not changed.
-        fleet_layers: The layers with noise that the fleet of the expert sets if its file states none. A file that
-            states just these layers is treated as if it did not state them.
+        fleet: The options of `method` that the fleet of the expert sets if its file does not state them (function
+            `fleet_noise`). A file that states just these values is treated as if it did not state them.
 
     Returns the specification with which the training continues, and a message for each option that was replaced.
     """
-    if not _is_earlier(document):
-        return spec, ()
-    before, given = read_spec(document).method, spec.method
+    before, given, of_fleet = read_spec(document).method, spec.method, fleet or {}
     kept: dict[str, Any] = {}
-    if before.weight_decay == FIRST_WEIGHT_DECAY and "weight_decay" not in given.model_fields_set:
+    if NOISE_TARGETS not in document["method"] and given.noise_targets in (None, of_fleet.get(NOISE_TARGETS)):
+        kept[NOISE_TARGETS] = None
+    is_earlier = _is_earlier(document)
+    if is_earlier and before.weight_decay == FIRST_WEIGHT_DECAY and "weight_decay" not in given.model_fields_set:
         kept["weight_decay"] = before.weight_decay
-    if given.noise_layers in (None, fleet_layers):
+    if is_earlier and given.noise_layers in (None, of_fleet.get(NOISE_LAYERS)):
         kept[NOISE_LAYERS] = before.noise_layers
     changed = {option: value for option, value in kept.items() if value != getattr(given, option)}
     messages = tuple(
-        f"{spec.name}: method.{option} stays {_shown(value)}, as in the version that began this training; the default "
-        f"is now {_shown(getattr(given, option))}"
+        f"{spec.name}: method.{option} stays {_shown(option, value)}, as in the version that began this training; the "
+        f"default is now {_shown(option, getattr(given, option))}"
         for option, value in changed.items()
-        if option != NOISE_LAYERS or given.kind == "mergopt"  # fleets set it for all methods
+        if option not in (NOISE_LAYERS, NOISE_TARGETS) or given.kind == "mergopt"  # fleets set them for all methods
     )
     return _with_method(spec, **changed) if changed else spec, messages
 
@@ -64,8 +67,9 @@ def written_as(spec: FinetuneSpec, before: Mapping[str, Any] | None) -> dict[str
     The document of a training that an earlier version began is recognised as such again.
     """
     document = spec.canonical()
-    if before is not None and _is_earlier(before):
-        del document["method"][NOISE_LAYERS]
+    for option in (NOISE_LAYERS, NOISE_TARGETS):
+        if before is not None and option not in before["method"]:
+            del document["method"][option]
     return document
 
 
@@ -77,5 +81,7 @@ def _with_method(spec: FinetuneSpec, **options: Any) -> FinetuneSpec:
     return spec.model_copy(update={"method": spec.method.model_copy(update=options)})
 
 
-def _shown(value: Any) -> str:
-    return "all layers" if value is None else str(list(value) if isinstance(value, tuple) else value)
+def _shown(option: str, value: Any) -> str:
+    if value is None:
+        return "all layers" if option == NOISE_LAYERS else "what the adapter changes"
+    return str(list(value) if isinstance(value, tuple) else value)

@@ -29,6 +29,7 @@ from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
+from workers.training.finetuning.fleet import fleet_noise
 from workers.training.finetuning.history import CHECKPOINTS
 from workers.training.finetuning.memory_plan import training_memory
 from workers.training.finetuning.spec import FinetuneSpec
@@ -57,7 +58,7 @@ def run_finetune(
     note: Callable[[str], None] = lambda _: None,
     access: FileAccess | None = None,
     side_by_side: int = 1,
-    fleet_layers: tuple[int, ...] | None = None,
+    fleet: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
     """Train the expert that `spec` describes in `directory`, or continue its training; return the summary.
 
@@ -71,7 +72,7 @@ def run_finetune(
         access: Files that evaluation tasks may read; None is no limit.
         side_by_side: Number of experts, including this expert, that are trained at the same time and share the CPU
             cores.
-        fleet_layers: Layers with noise that the fleet of the expert sets if its file states none.
+        fleet: Options of `method` that the fleet of the expert sets if its file does not state them.
 
     Raises:
         InvalidModel: The base model cannot be trained.
@@ -84,7 +85,7 @@ def run_finetune(
     with locked(directory):
         before = read_document(directory / SPEC_FILE)
         if before is not None:
-            spec, kept = with_stored_defaults(spec, before, fleet_layers=fleet_layers)
+            spec, kept = with_stored_defaults(spec, before, fleet=fleet)
             stored = read_spec(before)
             if differences := _differences(stored, spec):
                 raise Conflict(
@@ -162,7 +163,7 @@ def run_fleet(
             if count > 1:
                 note(f"{count} of {len(unfinished)} experts train at the same time")
         begins(count)
-        layers = {layer for spec in specs.values() for layer in spec.training.layers or ()}
+        of_fleet = fleet_noise(specs)
 
         def train(alias: str) -> dict[str, Any]:
             return run_finetune(
@@ -172,7 +173,7 @@ def run_fleet(
                 note=note,
                 access=access,
                 side_by_side=count,
-                fleet_layers=tuple(sorted(layers)),
+                fleet=of_fleet,
             )
 
         for alias, summary in _results(train, specs, count):

@@ -22,7 +22,7 @@ from search_spaces.study.checks import HINTS
 from search_spaces.study.file import Study, parse_study
 from search_spaces.study.validation import problems_of
 from search_spaces.study.yaml import read_document
-from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+from workers.training.finetuning.spec import ALL_LINEAR, FinetuneSpec, parse_spec
 
 __all__ = [
     "ANALYSIS",
@@ -33,6 +33,7 @@ __all__ = [
     "STUDY",
     "Analysis",
     "Pipeline",
+    "fleet_noise",
     "is_pipeline",
     "load_pipeline",
     "parse_pipeline",
@@ -191,7 +192,7 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
                 experts[alias] = parse_spec({**_laid_over(shared, own), "name": alias}, directory)
             except InvalidStudy as error:
                 problems += [Problem(f"{field}.{p.field}" if p.field else field, p.message) for p in error.problems]
-    experts = _with_noise_layers(experts)
+    experts = _with_noise_of_fleet(experts)
     parallel = document.get(SIDE_BY_SIDE)
     if parallel is not None and (isinstance(parallel, bool) or not isinstance(parallel, int) or parallel < 1):
         problems.append(Problem(SIDE_BY_SIDE, f"{parallel!r:.60}; expected a number of experts, at least 1"))
@@ -212,22 +213,36 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
     return pipeline
 
 
-def _with_noise_layers(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
-    """Set the layers to which the optimizer MergOPT adds noise, for experts that train only some of their layers.
+def fleet_noise(experts: Mapping[str, FinetuneSpec]) -> dict[str, Any]:
+    """The options of MergOPT that say where a fleet's merges change weights, for experts whose files do not say it.
 
-    MergOPT adds the noise while it computes gradients, to simulate a later merge of the experts. The keys of `experts`
-    and of the result are the experts' aliases (names). Merges change all layers that any of the experts trains.
-    Therefore each expert gets noise in all of these layers. An expert whose options name the layers with noise is not
-    changed. If any expert trains all layers or an adapter, no expert is changed.
+    MergOPT adds noise while it computes gradients, to simulate a later merge of `experts`, which are keyed by alias.
+    Merges change all layers that any of the experts trains, and all modules that any of their adapters changes. The
+    result is empty if any of the experts trains all weights, or if the experts themselves have noise in the right
+    weights. It is also empty if adapters differ of which one names its modules by a pattern.
     """
-    trained = [spec.training.layers for spec in experts.values()]
-    if any(layers is None for layers in trained) or any(spec.adapter is not None for spec in experts.values()):
+    layers = [spec.training.layers for spec in experts.values()]
+    if all(spec.adapter is None for spec in experts.values()) and all(each is not None for each in layers):
+        return {"noise_layers": tuple(sorted({layer for each in layers for layer in each or ()}))}
+    targets = {spec.adapter.targets for spec in experts.values() if spec.adapter is not None}
+    has_adapters = all(spec.adapter is not None for spec in experts.values())
+    if not has_adapters or len(targets) < 2 or any(isinstance(each, str) and each != ALL_LINEAR for each in targets):
+        return {}
+    if ALL_LINEAR in targets:
+        return {"noise_targets": ALL_LINEAR}
+    return {"noise_targets": tuple(sorted({name for each in targets for name in (*each,)}))}
+
+
+def _with_noise_of_fleet(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
+    """Set the weights to which MergOPT adds noise (function `fleet_noise`), for experts that do not state them."""
+    options = fleet_noise(experts)
+    if not options:
         return dict(experts)
-    moved = tuple(sorted({layer for layers in trained for layer in layers or ()}))
+    (name,) = options
     return {
         alias: spec
-        if spec.method.noise_layers is not None
-        else spec.model_copy(update={"method": spec.method.model_copy(update={"noise_layers": moved})})
+        if getattr(spec.method, name) is not None
+        else spec.model_copy(update={"method": spec.method.model_copy(update=options)})
         for alias, spec in experts.items()
     }
 

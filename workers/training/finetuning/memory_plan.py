@@ -7,13 +7,13 @@ estimates.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, cast
 
 from workers.models.checkpoints import Checkpoint
 from workers.models.modalities import modality_of
-from workers.training.finetuning.spec import OF_EXPERTS, Adapter, FinetuneSpec
+from workers.training.finetuning.spec import ALL_LINEAR, OF_EXPERTS, Adapter, FinetuneSpec
 from workers.training.memory import activation_bytes
 
 if TYPE_CHECKING:
@@ -103,7 +103,10 @@ def training_memory(
             linear = sum(size for name, size in sizes.items() if _is_linear(name, tuple(base.tensors[name].shape)))
             quantised = round(NF4_BYTES * linear)
             frozen = whole - linear
-        moved = sum(size for name, size in sizes.items() if _is_adapted(spec, name, tuple(base.tensors[name].shape)))
+        noisy_targets = spec.adapter.targets if method.noise_targets is None else method.noise_targets
+        moved = sum(
+            size for name, size in sizes.items() if is_target(noisy_targets, name, tuple(base.tensors[name].shape))
+        )
     else:
         chosen = spec.training.layers
         trained = whole if chosen is None else sum(layers.get(layer, 0) for layer in chosen)
@@ -214,18 +217,21 @@ def _is_linear(name: str, shape: tuple[int, ...]) -> bool:
     return len(shape) == 2 and parts[-1] == "weight" and any(each.isdecimal() for each in parts)
 
 
-def _is_adapted(spec: FinetuneSpec, name: str, shape: tuple[int, ...]) -> bool:
-    assert spec.adapter is not None
-    targets = spec.adapter.targets
+def is_target(targets: str | Sequence[str], name: str, shape: tuple[int, ...]) -> bool:
+    """Whether the tensor `name` of a model is a weight that an adapter with the targets `targets` changes.
+
+    `targets` are names of modules, ALL_LINEAR, or a pattern, which counts as if it matched all modules. `shape` is the
+    tensor's shape.
+    """
     parts = name.split(".")
     if len(shape) < 2 or parts[-1] != "weight":
         return False
     if isinstance(targets, str):
-        return targets != "all-linear" or any(each.isdecimal() for each in parts)
+        return targets != ALL_LINEAR or any(each.isdecimal() for each in parts)
     return any(parts[-2] == target or ".".join(parts[:-1]).endswith(f".{target}") for target in targets)
 
 
 def _adapter_elements(spec: FinetuneSpec, shapes: Mapping[str, tuple[int, ...]]) -> int:
     assert spec.adapter is not None
-    adapted = (shape for name, shape in shapes.items() if _is_adapted(spec, name, shape))
+    adapted = (shape for name, shape in shapes.items() if is_target(spec.adapter.targets, name, shape))
     return sum(math.prod(shape[:-2]) * spec.adapter.rank * sum(shape[-2:]) for shape in adapted)

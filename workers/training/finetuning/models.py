@@ -11,6 +11,7 @@ import torch
 
 from workers.errors import InvalidModel
 from workers.file_access import FileAccess
+from workers.training.finetuning.memory_plan import is_target
 from workers.training.finetuning.modality import TrainingModality, training_of
 from workers.training.finetuning.sharding import ShardedModel, decoder_layers, shard, unread_model
 from workers.training.finetuning.spec import FinetuneSpec
@@ -81,8 +82,8 @@ def load_model(
     NF4. With `is_sharded`, each rank of the process group holds a shard of each parameter. `recomputes` says whether
     activations are computed again in the backward pass. `access` limits the files that the data may name; None is no
     limit. A task's head is trained only if it is new, and gets no offset of MergOPT, because merges do not change it.
-    Raises InvalidModel if the specification names layers that the base does not have, if its adapter targets match no
-    module, or if a needed library is missing.
+    Raises InvalidModel if the specification names layers that the base does not have, if its adapter targets or
+    its noise targets match no module, or if a needed library is missing.
     """
     training = training_of(base)
     is_tangent = spec.method.kind == "tangent"
@@ -203,7 +204,13 @@ def _with_adapter(
     from peft import LoraConfig, get_peft_model
 
     assert spec.adapter is not None
-    targets = spec.adapter.targets
+    targets, noisy = spec.adapter.targets, spec.method.noise_targets
+    # The adapted model has other names for the same parameters.
+    named = (
+        () if noisy is None else tuple(p for n, p in model.named_parameters() if is_target(noisy, n, tuple(p.shape)))
+    )
+    if noisy is not None and not named:
+        raise InvalidModel((f"method.noise_targets: {noisy}; the model has no such modules",))
     try:
         adapted = get_peft_model(
             model,
@@ -224,7 +231,8 @@ def _with_adapter(
             )
         ) from error
     # The offset of a merge is in the weights that the adapters change, not in the adapters. They change no bias.
-    return adapted, tuple(p for name, p in adapted.named_parameters() if name.endswith(".base_layer.weight"))
+    own = tuple(p for name, p in adapted.named_parameters() if name.endswith(".base_layer.weight"))
+    return adapted, own if noisy is None else named
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:

@@ -25,6 +25,7 @@ from workers.file_access import FileAccess
 from workers.types import TaskSpec
 
 __all__ = [
+    "ALL_LINEAR",
     "BASE_HEAD",
     "NEW_HEAD",
     "OF_EXPERTS",
@@ -42,6 +43,9 @@ __all__ = [
 
 # Values of `Method.noise` with which offsets are made of experts' task vectors.
 OF_EXPERTS = ("task_vectors", "merges")
+
+# The value of `Adapter.targets` and `Method.noise_targets` for all linear modules.
+ALL_LINEAR = "all-linear"
 
 # Values of `Data.head` that are no model.
 BASE_HEAD, NEW_HEAD = "base", "new"
@@ -126,8 +130,12 @@ class Method(Section):
     """The mean of the noise (mu in the paper)."""
     noise_layers: tuple[Annotated[int, Field(ge=0)], ...] | None = None
     """The decoder layers to whose weights mergopt adds noise. They should be the layers that merges change. Default:
-    all weights; with an adapter, the weights that it changes; in a fleet whose experts all have `training.layers`, the
-    layers that any of the experts trains."""
+    all weights; in a fleet whose experts all have `training.layers`, the layers that any of the experts trains. With
+    an adapter, see `noise_targets`."""
+    noise_targets: Annotated[tuple[Line, ...], Field(min_length=1)] | Literal["all-linear"] | None = None
+    """With an adapter: the names of the modules to whose weights mergopt adds noise, or all-linear for all linear
+    modules. They should be the modules that merges change. Default: those that the adapter changes; in a fleet whose
+    experts all have adapters, those that any of the adapters changes."""
     fit_to: tuple[Line, ...] = ()
     """Experts of the same base. With scale: auto, the noise is fitted to their task vectors. With noise: task_vectors
     or merges, offsets are made of their task vectors, and each expert takes as much memory as the weights."""
@@ -323,7 +331,11 @@ def _contradictions(spec: FinetuneSpec) -> list[Problem]:
         )
     if method.noise_layers is not None and spec.adapter is not None:
         found.append(
-            Problem("method.noise_layers", "with an adapter, noise is in the weights that it changes; leave it out")
+            Problem("method.noise_layers", "is for full weights; name modules in method.noise_targets, or leave it out")
+        )
+    if method.noise_targets is not None and spec.adapter is None:
+        found.append(
+            Problem("method.noise_targets", "is for adapters; name layers in method.noise_layers, or leave it out")
         )
     if method.kind == "tangent" and (
         spec.adapter is not None or method.in_layers or training.gradient_checkpointing is True

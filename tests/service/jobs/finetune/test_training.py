@@ -497,7 +497,35 @@ def test_earlier_noise_stays_in_the_trained_layers(tmp_path: Path, kind: str) ->
     stated = {alias: {**each, "method": {"noise_layers": [3]}} for alias, each in own.items()}
     other = parse_pipeline({**document, "experts": stated}).experts["one"]
     with pytest.raises(Conflict, match=r"method\.noise_layers \((\[0\]|null) there, \[3\] here\)"):
-        run_finetune(other, places["one"], resources=HERE, fleet_layers=(0, 1))
+        run_finetune(other, places["one"], resources=HERE, fleet={"noise_layers": (0, 1)})
+
+
+def test_earlier_noise_stays_in_what_an_adapter_changes(tmp_path: Path) -> None:
+    """Also in a fleet whose adapters change other modules, where a new training has noise in all of them."""
+    document = spec_of(tmp_path).canonical()
+    document["method"] = {"kind": "mergopt", "scale": 0.002}
+    document["training"] = {"steps": 3, "batch": 2}
+    experts = {name: {"adapter": {"targets": [name]}} for name in ("q_proj", "down_proj")}
+    pipeline = parse_pipeline({**document, "experts": experts})
+    trained: dict[str, Any] = {}
+
+    def fit_it(spec: FinetuneSpec, directory: Path, *_: Any) -> None:
+        trained[spec.name] = spec.method.noise_targets
+        (directory / SUMMARY_FILE).write_text("{}")
+
+    run_fleet(pipeline.experts, pipeline.places(tmp_path / "new"), resources=with_fit(fit_it))
+    assert trained == dict.fromkeys(experts, ("down_proj", "q_proj"))
+    places = pipeline.places(tmp_path / "earlier")
+    for alias, place in places.items():
+        stored = pipeline.experts[alias].canonical()
+        del stored["method"]["noise_targets"]
+        place.mkdir(parents=True)
+        (place / SPEC_FILE).write_text(json.dumps(stored))
+    notes: list[str] = []
+    run_fleet(pipeline.experts, places, resources=with_fit(fit_it), note=notes.append)
+    assert trained == dict.fromkeys(experts, None)
+    assert any("method.noise_targets stays what the adapter changes" in note for note in notes)
+    assert "noise_targets" not in json.loads((places["q_proj"] / SPEC_FILE).read_text())["method"]
 
 
 def test_other_machines_continue_a_training(tmp_path: Path) -> None:

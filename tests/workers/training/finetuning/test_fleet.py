@@ -52,6 +52,31 @@ def test_noise_is_where_the_fleet_trains(tmp_path: Path, of_text: dict[str, Any]
     assert parse_pipeline(pipeline.canonical()).experts == pipeline.experts
 
 
+@pytest.mark.parametrize(
+    ("of_math", "of_text", "expected"),
+    [
+        (["q_proj"], ["down_proj", "q_proj"], {"math": ("down_proj", "q_proj"), "text": ("down_proj", "q_proj")}),
+        (["q_proj"], "all-linear", {"math": "all-linear", "text": "all-linear"}),
+        (["q_proj"], ["q_proj"], {"math": None, "text": None}),  # their adapters change what merges change
+        (["q_proj"], ".*_proj", {"math": None, "text": None}),  # a pattern is not resolved without the model
+    ],
+)
+def test_noise_is_where_the_fleets_adapters_are(
+    tmp_path: Path, of_math: Any, of_text: Any, expected: dict[str, Any]
+) -> None:
+    """If adapters differ, noise is on the modules that any of them changes."""
+    experts = {
+        name: {"data": {"file": f"{name}.jsonl"}, "adapter": {"targets": targets}}
+        for name, targets in (("math", of_math), ("text", of_text))
+    }
+    pipeline = parse_pipeline({**FLEET, "experts": experts}, tmp_path)
+    assert {alias: spec.method.noise_targets for alias, spec in pipeline.experts.items()} == expected
+    assert parse_pipeline(pipeline.canonical()).experts == pipeline.experts
+    stated = {alias: {**each, "method": {"noise_targets": ["o_proj"]}} for alias, each in experts.items()}
+    own = parse_pipeline({**FLEET, "experts": stated}, tmp_path)
+    assert {spec.method.noise_targets for spec in own.experts.values()} == {("o_proj",)}
+
+
 def test_the_study_merges_the_fleets_experts(tmp_path: Path) -> None:
     pipeline = parse_pipeline({**FLEET, "study": STUDY}, tmp_path)
     study = pipeline.study_of({alias: tmp_path / alias for alias in pipeline.experts})

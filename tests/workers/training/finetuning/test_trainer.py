@@ -265,6 +265,22 @@ def test_noise_is_where_merges_move_weights(place: Path) -> None:
         moved_by(spec_of(place, method={"noise_layers": [5]}), place)
 
 
+def test_noise_is_where_other_adapters_change_weights(place: Path) -> None:
+    """With `noise_targets`, noise is on the weights of these modules, whether this adapter changes them or not."""
+
+    def modules(**method: Any) -> set[str]:
+        names = moved_by(spec_of(place, adapter={"targets": ["q_proj"]}, method=method), place)
+        return {name.removesuffix(".weight").removesuffix(".base_layer").rsplit(".", 1)[-1] for name in names}
+
+    assert modules() == {"q_proj"}
+    assert modules(noise_targets=["q_proj", "down_proj"]) == {"q_proj", "down_proj"}
+    assert modules(noise_targets=["down_proj"]) == {"down_proj"}
+    assert {"q_proj", "o_proj", "gate_proj", "down_proj"} <= modules(noise_targets="all-linear")
+    assert "embed_tokens" not in modules(noise_targets="all-linear")
+    with pytest.raises(InvalidModel, match=r"method.noise_targets: .*; the model has no such modules"):
+        modules(noise_targets=["nothing"])
+
+
 def test_training_with_noise_on_trained(place: Path, tmp_path: Path) -> None:
     """A checkpoint of a version with noise on trained layers alone is refused unless these layers are named."""
     out = tmp_path / "out"
