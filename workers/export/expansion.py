@@ -5,7 +5,7 @@ The layers of a layer path have one shape. Models that differ in their sizes can
 - Channels of the residual stream, of the MLP, and attention heads that a model lacks are zeros, which add nothing.
 - RMSNorm divides by the root mean square over all channels. With D channels instead of d it is smaller by the factor
   sqrt(d / D), so the norms' weights are multiplied by this factor.
-- A model with more query heads for each key head than the common shape has its key and value heads repeated.
+- A model with more query heads for each key-value head than the common shape has its key and value heads repeated.
 - Layers that a model lacks have projections of zeros, so they add nothing. They are spread evenly over the depth.
 - Rows of the vocabulary without a token are cut, because rows of zeros could have the largest logit.
 
@@ -106,7 +106,7 @@ class Shape:
     intermediate: int
     layers: int
     heads: int
-    key_heads: int
+    kv_heads: int
     head_size: int
     vocabulary: int
     is_tied: bool
@@ -129,13 +129,13 @@ class Shape:
 
     @property
     def ratio(self) -> int:
-        """The number of query heads for each key head."""
-        return self.heads // self.key_heads
+        """The number of query heads for each key-value head."""
+        return self.heads // self.kv_heads
 
     def __str__(self) -> str:
         return (
-            f"{self.layers} layers of {self.hidden} channels, {self.heads} query heads and {self.key_heads} key heads "
-            f"of {self.head_size}, MLPs of {self.intermediate} channels, {self.vocabulary} tokens, output head "
+            f"{self.layers} layers of {self.hidden} channels, {self.heads} query heads and {self.kv_heads} key-value "
+            f"heads of {self.head_size}, MLPs of {self.intermediate} channels, {self.vocabulary} tokens, output head "
             f"{'tied' if self.is_tied else 'not tied'} to the embedding"
         )
 
@@ -150,13 +150,13 @@ def common_shape(models: Mapping[str, Checkpoint]) -> Shape:
     shapes = [Shape.of(model) for model in models.values()]
     first = next(iter(models.values()))
     is_bound = first.settings["model_type"] in WITHOUT_HEAD_DIM
-    hidden, heads, key_heads = min(_heads(shapes, ratio, is_bound) for ratio in {shape.ratio for shape in shapes})
+    hidden, heads, kv_heads = min(_heads(shapes, ratio, is_bound) for ratio in {shape.ratio for shape in shapes})
     return Shape(
         hidden,
         max(shape.intermediate for shape in shapes),
         max(shape.layers for shape in shapes),
         heads,
-        key_heads,
+        kv_heads,
         shapes[0].head_size,
         min(shape.vocabulary for shape in shapes),
         all(shape.is_tied for shape in shapes),
@@ -164,17 +164,17 @@ def common_shape(models: Mapping[str, Checkpoint]) -> Shape:
 
 
 def _heads(shapes: list[Shape], ratio: int, is_bound: bool) -> tuple[int, int, int]:
-    """The channels, query heads and key heads that hold all `shapes` with `ratio` query heads for each key head.
+    """The numbers of channels, query heads and key-value heads that hold all `shapes`.
 
-    With `is_bound` the number of channels is the number of query heads times the size of a head.
+    There are `ratio` query heads for each key-value head. With `is_bound` the number of channels is the number of query heads times the size of a head.
     """
     hidden = max(shape.hidden for shape in shapes)
-    key_heads = max(shape.key_heads * math.ceil(shape.ratio / ratio) for shape in shapes)
+    kv_heads = max(shape.kv_heads * math.ceil(shape.ratio / ratio) for shape in shapes)
     if is_bound:
         group = ratio * shapes[0].head_size
-        key_heads = max(key_heads, math.ceil(hidden / group))
-        hidden = key_heads * group
-    return hidden, key_heads * ratio, key_heads
+        kv_heads = max(kv_heads, math.ceil(hidden / group))
+        hidden = kv_heads * group
+    return hidden, kv_heads * ratio, kv_heads
 
 
 def _problems(models: Mapping[str, Checkpoint]) -> Iterator[str]:
@@ -317,7 +317,7 @@ class Expansion:
             "intermediate_size": self.shape.intermediate,
             "num_hidden_layers": self.shape.layers,
             "num_attention_heads": self.shape.heads,
-            "num_key_value_heads": self.shape.key_heads,
+            "num_key_value_heads": self.shape.kv_heads,
             "vocab_size": self.shape.vocabulary,
             "tie_word_embeddings": self.shape.is_tied,
         }
@@ -342,13 +342,13 @@ def _of_heads(heads: list[int], size: int) -> torch.Tensor:
 
 
 def _head_places(own: Shape, to: Shape) -> tuple[list[int], list[int]]:
-    """The model's query head, and its key head, at each place of the common shape; -1 where there is none.
+    """The model's query head, and its key-value head, at each place of the common shape; -1 where there is none.
 
-    Query heads stay with their key head. If the model has more of them than the common shape has for each key head, the
-    key head is repeated.
+    Query heads stay with their key-value head. If the model has more query heads for each key-value head than the
+    common shape has, the key-value head is repeated.
     """
     copies = math.ceil(own.ratio / to.ratio)
-    queries, keys = [-1] * to.heads, [-1] * to.key_heads
+    queries, keys = [-1] * to.heads, [-1] * to.kv_heads
     for head in range(own.heads):
         key, nth = divmod(head, own.ratio)
         group, place = key * copies + nth // to.ratio, nth % to.ratio

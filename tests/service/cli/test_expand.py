@@ -21,8 +21,8 @@ def models(tmp_path: Path) -> list[str]:
 
 
 SHAPE = (
-    "common shape: 3 layers of 64 channels, 2 query heads and 2 key heads of 32, MLPs of 128 channels, 128 tokens, "
-    "output head tied to the embedding"
+    "common shape: 3 layers of 64 channels, 2 query heads and 2 key-value heads of 32, MLPs of 128 channels, "
+    "128 tokens, output head tied to the embedding"
 )
 
 

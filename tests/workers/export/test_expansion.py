@@ -19,8 +19,8 @@ from workers.models.checkpoints import open_checkpoint
 HEAD_SIZE, ROWS = 16, 384
 COMMON = {"max_position_embeddings": 512, "initializer_range": 0.15, "bos_token_id": None}
 
-# One has more channels and key heads, the other more layers, a wider MLP, more query heads for each key head, an output
-# head of its own, and rows of the vocabulary without a token.
+# One has more channels and key-value heads, the other more layers, a wider MLP, more query heads for each key-value head,
+# an output head of its own, and rows of the vocabulary without a token.
 WIDE: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 128,
@@ -80,7 +80,7 @@ def test_expanded_models_compute_the_same(kind: str, tmp_path: Path) -> None:
 
 
 def test_query_heads_stay_with_their_key_head(tmp_path: Path) -> None:
-    """A model with more query heads for each key head has its key heads repeated, and all else is zeros."""
+    """A model with more query heads for each key-value head has its key-value heads repeated, and all else is zeros."""
     models = {name: build(tmp_path / name, "llama", sizes) for name, sizes in (("wide", WIDE), ("deep", DEEP))}
     opened = {name: open_checkpoint(directory) for name, directory in models.items()}
     expansion = Expansion(opened["deep"], common_shape(opened))
@@ -88,7 +88,7 @@ def test_query_heads_stay_with_their_key_head(tmp_path: Path) -> None:
     keys = expansion.tensor("model.layers.0.self_attn.k_proj.weight").view(3, HEAD_SIZE, 96)
     own = opened["deep"].read("model.layers.0.self_attn.q_proj.weight").view(4, HEAD_SIZE, 64)
     (key,) = opened["deep"].read("model.layers.0.self_attn.k_proj.weight").view(1, HEAD_SIZE, 64)
-    # Two query heads for each key head: four of the model's take two places of its one key head.
+    # Two query heads for each key-value head: four of the model's take two places of its one key-value head.
     assert torch.equal(queries[:4, :, :64], own)
     assert torch.equal(keys[:, :, :64], torch.stack([key, key, torch.zeros_like(key)]))
     assert queries[4:].count_nonzero() == queries[..., 64:].count_nonzero() == keys[..., 64:].count_nonzero() == 0
