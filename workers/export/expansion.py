@@ -166,7 +166,8 @@ def common_shape(models: Mapping[str, Checkpoint]) -> Shape:
 def _heads(shapes: list[Shape], ratio: int, is_bound: bool) -> tuple[int, int, int]:
     """The numbers of channels, query heads and key-value heads that hold all `shapes`.
 
-    There are `ratio` query heads for each key-value head. With `is_bound` the number of channels is the number of query heads times the size of a head.
+    There are `ratio` query heads for each key-value head. With `is_bound` the number of channels is the number of query
+    heads times the size of a head.
     """
     hidden = max(shape.hidden for shape in shapes)
     kv_heads = max(shape.kv_heads * math.ceil(shape.ratio / ratio) for shape in shapes)

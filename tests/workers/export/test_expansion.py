@@ -19,8 +19,8 @@ from workers.models.checkpoints import open_checkpoint
 HEAD_SIZE, ROWS = 16, 384
 COMMON = {"max_position_embeddings": 512, "initializer_range": 0.15, "bos_token_id": None}
 
-# One has more channels and key-value heads, the other more layers, a wider MLP, more query heads for each key-value head,
-# an output head of its own, and rows of the vocabulary without a token.
+# One has more channels and key-value heads. The other has more layers, a wider MLP, more query heads for each key-value
+# head, an output head of its own, and rows of the vocabulary without a token.
 WIDE: dict[str, Any] = {
     "hidden_size": 96,
     "intermediate_size": 128,
