@@ -150,3 +150,6 @@ def table() -> str:
 
 def show(result: dict[str, Any]) -> None:
     print(table())
+
+
+TABLES = {"alignments": table}

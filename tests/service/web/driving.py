@@ -113,7 +113,7 @@ def chromium() -> Iterator[Browser]:
 
 
 # Milliseconds until an assertion or an action fails. Tests share few cores, on which the page may take seconds to draw.
-PATIENCE_MS = 20_000
+PATIENCE_MS = 40_000
 # Milliseconds in one try of an assertion. Playwright looks ten times a second if it has up to this time, and only twice
 # a second if it has more.
 TRY_MS = 2000
@@ -347,7 +347,7 @@ def check_shown(page: Page) -> None:
         wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow
 
 
-def wait_until(page: Page, condition: str, *, timeout_s: float = 20.0) -> None:
+def wait_until(page: Page, condition: str, *, timeout_s: float = PATIENCE_MS / 1000) -> None:
     """Waits until a condition in JavaScript is true.
 
     `Page.wait_for_function` evaluates its text in the page, which the page's content security policy forbids.

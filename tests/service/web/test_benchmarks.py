@@ -98,7 +98,7 @@ def test_benchmarks_are_added(visitor: Visit, server: ApiServer, http: httpx.Cli
     expect(page.get_by_role("alert").get_by_text("benchmarks.0.trials.0", exact=True)).to_be_visible()
     editor.fill(wrong.replace("[99]", "[best]"))
     press(page.get_by_role("button", name="Add"))
-    expect(page.get_by_text("Benchmarks can be added once the study is complete.")).to_be_visible(timeout=30_000)
+    expect(page.get_by_text("Benchmarks can be added once the study is complete.")).to_be_visible()
     expect(page.get_by_label("Connection")).to_have_text("live")
     assert [each["name"] for each in http.get(f"/v1/studies/{study.id}/study").json()["benchmarks"]] == ["sums"]
 

@@ -44,8 +44,8 @@ def fail(route: Route) -> None:
 
 
 def settled(page: Page) -> None:
-    expect(page.get_by_role("heading", level=1)).to_be_visible(timeout=20_000)
-    expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
+    expect(page.get_by_role("heading", level=1)).to_be_visible()
+    expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
 
 
 def check_failing(opened: Visit, views: Iterable[tuple[str, str]], headings: Mapping[str, str] | None = None) -> None:
@@ -69,8 +69,8 @@ def check_failing(opened: Visit, views: Iterable[tuple[str, str]], headings: Map
         tab.route(re.compile(re.escape(f"{opened.url}/v1/{below}") + f"{end}$"), fail)
         tab.goto(opened.url + view, wait_until="commit")
         if headings is not None and view in headings:
-            expect(tab.get_by_role("heading", level=1)).to_have_text(headings[view], timeout=20_000)
-        expect(tab.get_by_role("alert").filter(has_text=WORDS).first).to_be_visible(timeout=15_000)
+            expect(tab.get_by_role("heading", level=1)).to_have_text(headings[view])
+        expect(tab.get_by_role("alert").filter(has_text=WORDS).first).to_be_visible()
         settled(tab)
         tab.unroute_all()
         if before is not None:
@@ -105,7 +105,7 @@ def test_a_deleted_study_is_said(visitor: Visit, server: ApiServer, http: httpx.
         tab.reload(wait_until="commit")
     for tab in tabs:
         said = tab.get_by_role("alert").filter(has_text="there is no such study")
-        expect(said.first).to_be_visible(timeout=20_000)
+        expect(said.first).to_be_visible()
         settled(tab)
 
 
@@ -160,7 +160,7 @@ def test_a_deletion_of_a_followed_study_is_said(hurried: Visit, server: ApiServe
         writer.set_state(JobState.CANCELLED)
         server.store.delete_job(writer.job_id)
         said = tab.get_by_role("alert").filter(has_text="there is no such study")
-        expect(said.first).to_be_visible(timeout=10_000)
+        expect(said.first).to_be_visible()
 
 
 @pytest.mark.slow

@@ -51,19 +51,19 @@ def test_tabs_follow_a_study(browser: Browser, server: ApiServer) -> None:
             with tab.expect_response(f"**/v1/studies/{writer.job_id}"):
                 tab.goto(f"{server.url}/studies/{writer.job_id}", wait_until="commit")
         for tab in tabs:
-            expect(tab.get_by_label("Connection")).to_have_text("live", timeout=10_000)
-            expect(figure(tab, "trials")).to_contain_text("9", timeout=10_000)
+            expect(tab.get_by_label("Connection")).to_have_text("live")
+            expect(figure(tab, "trials")).to_contain_text("9")
         writer.heartbeat(wall_clock_s=1.0, progress={**snapshot(made).to_json(), "samples_scored": 4321})
         for tab in tabs:
             expect(figure(tab, "samples scored")).to_contain_text("4,321")
         for trial in made.whole_trials[9:14]:
             write_trial(writer, trial)
         for tab in tabs:
-            expect(figure(tab, "trials")).to_contain_text("14", timeout=15_000)
+            expect(figure(tab, "trials")).to_contain_text("14")
         writer.set_state(JobState.COMPLETE)
         for tab in tabs:
             expect(tab.get_by_label("Connection")).to_have_text("no more changes")
-            expect(tab.locator("main .state").first).to_contain_text("complete", timeout=15_000)
+            expect(tab.locator("main .state").first).to_contain_text("complete")
 
 
 def test_tabs_follow_many_studies(browser: Browser, server: ApiServer) -> None:
@@ -82,12 +82,12 @@ def test_tabs_follow_many_studies(browser: Browser, server: ApiServer) -> None:
             for tab, path in zip(tabs[first:last], paths[first:last], strict=True):
                 tab.goto(path, wait_until="commit")
             for tab in tabs[first:last]:
-                expect(tab.get_by_label("Connection")).to_have_text(words, timeout=10_000)
-                expect(figure(tab, "trials")).to_contain_text("9", timeout=10_000)
+                expect(tab.get_by_label("Connection")).to_have_text(words)
+                expect(figure(tab, "trials")).to_contain_text("9")
         for writer in writers:
             writer.heartbeat(wall_clock_s=1.0, progress={**snapshot(made).to_json(), "samples_scored": 4321})
         for tab in tabs:
-            expect(figure(tab, "samples scored")).to_contain_text("4,321", timeout=30_000)
+            expect(figure(tab, "samples scored")).to_contain_text("4,321")
         assert tabs[-1].evaluate("fetch('/v1/studies', {signal: AbortSignal.timeout(5000)}).then(a => a.status)") == 200
         tabs[0].close()
         expect(tabs[NUM_STREAMS].get_by_label("Connection")).to_have_text("live")
@@ -103,7 +103,7 @@ def test_a_polled_table_waits_for_the_reader(browser: Browser, server: ApiServer
             tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}", wait_until="commit")
             tabs.append(tab)
         for tab in tabs:
-            expect(tab.get_by_label("Connection")).to_have_text("live", timeout=10_000)
+            expect(tab.get_by_label("Connection")).to_have_text("live")
         writer = begun(server)
         page = opened.goto(f"/studies/{writer.job_id}/trials")
         expect(page.get_by_label("Connection")).to_have_text("updated every few seconds")
@@ -141,7 +141,7 @@ def test_a_table_waits_for_the_reader(browser: Browser, server: ApiServer) -> No
         for trial in made.whole_trials[9:12]:
             write_trial(writer, trial)
         chip = page.get_by_role("button", name="3 new trials: show")
-        expect(chip).to_be_visible(timeout=15_000)
+        expect(chip).to_be_visible()
         expect(page.get_by_text("9 trials", exact=True)).to_be_visible()
         press(chip)
         expect(page.get_by_text("12 trials", exact=True)).to_be_visible()
@@ -153,7 +153,7 @@ def expect_in_history(page: Page, made: Sequence[TrialRecord], num_trials: int) 
     scored = sum(bool(trial.rungs) for trial in made[:num_trials])
     words = re.compile(rf"of {scored} trials at full budget")
     chart = page.get_by_role("img", name=re.compile("of every trial"))
-    expect(chart).to_have_attribute("aria-label", words, timeout=15_000)
+    expect(chart).to_have_attribute("aria-label", words)
 
 
 def test_a_chart_waits_for_the_reader(browser: Browser, server: ApiServer) -> None:
@@ -173,14 +173,14 @@ def test_a_chart_waits_for_the_reader(browser: Browser, server: ApiServer) -> No
             assert trial.rungs
             write_trial(writer, trial)
         figure_of_it = page.get_by_role("figure", name=re.compile("of every trial"))
-        expect(figure(page, "trials")).to_contain_text("12", timeout=15_000)
+        expect(figure(page, "trials")).to_contain_text("12")
         chip = figure_of_it.get_by_role("button", name="3 new trials: show")
-        expect(chip).to_be_visible(timeout=15_000)
+        expect(chip).to_be_visible()
         shows(9)
         chip.click()
         shows(12)
         write_trial(writer, made[12])
-        expect(figure_of_it.get_by_role("button", name="1 new trial: show")).to_be_visible(timeout=15_000)
+        expect(figure_of_it.get_by_role("button", name="1 new trial: show")).to_be_visible()
         shows(12)
         page.mouse.move(0, 0)
         shows(13)
@@ -250,15 +250,15 @@ def test_a_study_follows_a_server_that_returns(browser: Browser, tmp_path: Path,
         expect(page.get_by_label("Connection")).to_have_text("live")
         expect(figure(page, "trials")).to_contain_text("9")
         server.stop()
-        expect(page.get_by_label("Connection")).to_have_text("reconnecting: what is shown may be old", timeout=10_000)
+        expect(page.get_by_label("Connection")).to_have_text("reconnecting: what is shown may be old")
         expect(figure(page, "trials")).to_contain_text("9")
         server.start()
         again = server.store.open_attempt(writer.job_id)
         for trial in made.whole_trials[9:14]:
             write_trial(again, trial)
-        expect(page.get_by_label("Connection")).to_have_text("live", timeout=15_000)
-        expect(figure(page, "trials")).to_contain_text("14", timeout=15_000)
+        expect(page.get_by_label("Connection")).to_have_text("live")
+        expect(figure(page, "trials")).to_contain_text("14")
         expect(page.get_by_role("status", name="Server")).to_be_empty()
         expect(page.get_by_role("alert")).to_have_count(0)
         again.set_state(JobState.COMPLETE)
-        expect(page.get_by_label("Connection")).to_have_text("no more changes", timeout=15_000)
+        expect(page.get_by_label("Connection")).to_have_text("no more changes")

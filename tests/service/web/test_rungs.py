@@ -72,9 +72,9 @@ def test_what_is_not_known_of_a_rung_is_said(visitor: Visit, searched: JobRecord
     page = visitor.goto(f"/studies/{searched.id}/rungs?bracket=1&rung=0")
     table = page.get_by_role("region", name="Trials that ended at rung 0")
     expect(table.get_by_role("row").nth(1)).to_be_visible()
-    expect(page.get_by_role("alert").filter(has_text="a full disk")).to_have_count(2, timeout=20_000)
+    expect(page.get_by_role("alert").filter(has_text="a full disk")).to_have_count(2)
     page.unroute_all()
-    expect(page.get_by_role("alert")).to_have_count(0, timeout=20_000)
+    expect(page.get_by_role("alert")).to_have_count(0)
 
 
 def test_the_timeline_has_the_shares(visitor: Visit, searched: JobRecord, http: httpx.Client) -> None:

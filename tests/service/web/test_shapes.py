@@ -143,9 +143,9 @@ def test_every_view_of_a_shape(visitor: Visit, server: ApiServer, http: httpx.Cl
     summary = http.get(f"/v1/studies/{study.id}/summary").json()
     for view in VIEWS:
         page = open_view(visitor, study, view)
-        expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
-        expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
-        expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed", timeout=20_000)
+        expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed")
+        expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
+        expect(page.get_by_role("heading", level=1)).not_to_have_text("This view has failed")
         if view == "" and not summary["holdout"]:
             expect(page.get_by_text(NO_HOLDOUT[study.state])).to_be_visible()
         if view == "" and summary["holdout"]:
@@ -169,5 +169,5 @@ def test_long_names_fit_a_narrow_window(browser: Browser, server: ApiServer) -> 
         for view in (None, *VIEWS):
             page = opened.page if view is None else open_view(opened, study, view)
             expect(page.get_by_role("heading", level=1)).to_be_visible()
-            expect(page.get_by_text("Loading", exact=True)).to_have_count(0, timeout=20_000)
+            expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
             wait_until(page, "document.documentElement.scrollWidth <= window.innerWidth")  # charts follow

@@ -282,7 +282,7 @@ def test_the_log_is_what_the_drivers_printed(hurried: Visit, server: ApiServer, 
         hurried.expected = ("503",)
         server.cluster.reason = "Ray does not answer"
         page.reload()
-        expect(page.get_by_role("alert")).to_contain_text("Ray does not answer", timeout=15_000)
+        expect(page.get_by_role("alert")).to_contain_text("Ray does not answer")
     finally:
         server.cluster.reason, server.cluster.log_text = None, before
 

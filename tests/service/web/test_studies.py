@@ -276,15 +276,15 @@ def test_the_list_follows_its_jobs(browser: Browser, tmp_path: Path, own_port: i
         expect(examples).to_have_count(3)
         writer = server.store.open_attempt(stored_study(server.store, name="fresh").id)
         row = page.get_by_role("row").filter(has_text="fresh")
-        expect(row).to_be_visible(timeout=15_000)
+        expect(row).to_be_visible()
         expect(page.get_by_label("Connection")).to_have_text("live")
         writer.set_state(JobState.RUNNING)
-        expect(row).to_contain_text("running", timeout=15_000)
+        expect(row).to_contain_text("running")
         progress = {**snapshot(run_record(num_trials=9)).to_json(), "best": {"math": 0.625}, "best_ci95": {}}
         writer.heartbeat(wall_clock_s=10.0, progress=progress)
-        expect(row).to_contain_text("math 0.625", timeout=15_000)
+        expect(row).to_contain_text("math 0.625")
         writer.set_state(JobState.COMPLETE)
-        expect(row).to_contain_text("complete", timeout=15_000)
+        expect(row).to_contain_text("complete")
         assert sum(path.startswith("/v1/studies?") for path in opened.requests) < 20
 
 
