@@ -230,7 +230,7 @@ def fleet_noise(experts: Mapping[str, FinetuneSpec]) -> dict[str, Any]:
         return {}
     if ALL_LINEAR in targets:
         return {"noise_targets": ALL_LINEAR}
-    return {"noise_targets": tuple(sorted({name for each in targets for name in (*each,)}))}
+    return {"noise_targets": tuple(sorted({name for each in targets for name in each}))}
 
 
 def _with_noise_of_fleet(experts: Mapping[str, FinetuneSpec]) -> dict[str, FinetuneSpec]:
