@@ -31,7 +31,7 @@ import torch
 from workers.directories import appearing
 from workers.engines.vllm.paths.geometry import PATH_TYPES, path_settings
 from workers.errors import InvalidModel
-from workers.export.shards import Progress, plan_shards
+from workers.export.shards import Progress, plan_shards, write_index
 from workers.models.checkpoints import Checkpoint, open_checkpoint
 from workers.models.compatibility import structure
 from workers.models.components import is_output_head
@@ -115,7 +115,7 @@ class Shape:
     def of(cls, model: Checkpoint) -> Shape:
         settings = model.settings
         hidden, heads = int(settings["hidden_size"]), int(settings["num_attention_heads"])
-        (embedding,) = (name for name in model.layout.suffixes("embedding"))
+        (embedding,) = model.layout.suffixes("embedding")
         return cls(
             hidden,
             int(settings["intermediate_size"]),
@@ -312,7 +312,8 @@ class Expansion:
     def config(self) -> dict[str, Any]:
         """The config.json of the expanded model."""
         config = {key: value for key, value in self.model.config.items() if key != "_name_or_path"}
-        config |= {name: values[:1] * self.shape.layers for name, values in self._each_layer().items()}
+        of_layers = of_each_layer(self.model.config, self.own.layers)
+        config |= {name: values[:1] * self.shape.layers for name, values in of_layers.items()}
         config |= {
             "hidden_size": self.shape.hidden,
             "intermediate_size": self.shape.intermediate,
@@ -327,9 +328,6 @@ class Expansion:
         if "max_window_layers" in config:
             config["max_window_layers"] = self.shape.layers
         return config
-
-    def _each_layer(self) -> Mapping[str, list[Any]]:
-        return of_each_layer(self.model.config, self.own.layers)
 
 
 def _padded(own: int, size: int) -> torch.Tensor:
@@ -449,10 +447,7 @@ def _write(expansion: Expansion, directory: Path, max_shard_bytes: int) -> Itera
             tensors[name] = expansion.tensor(name).clone(memory_format=torch.contiguous_format)
             yield tensors[name].nbytes
         save_file(tensors, directory / shard.file, metadata={"format": "pt"})
-    if len(shards) > 1:
-        weight_map = {name: shard.file for shard in shards for name in shard.shapes}
-        index = {"metadata": {"total_size": sum(shard.num_bytes for shard in shards)}, "weight_map": weight_map}
-        _write_json(directory / "model.safetensors.index.json", index)
+    write_index(shards, directory)
     _write_json(directory / "config.json", expansion.config())
     for name in (*model.modality.files, "generation_config.json"):
         source = model.tokenizer_dir if (model.tokenizer_dir / name).is_file() else model.directory

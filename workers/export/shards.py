@@ -24,7 +24,7 @@ from workers.directories import sync, write_file
 from workers.merging.bank import Bank
 from workers.merging.materialize import Scratch, is_small, merged_tensors
 
-__all__ = ["DTYPES", "Progress", "Shard", "plan_shards", "write_shards"]
+__all__ = ["DTYPES", "Progress", "Shard", "plan_shards", "write_index", "write_shards"]
 
 DTYPES = {torch.float32: "F32", torch.bfloat16: "BF16", torch.float16: "F16"}
 
@@ -119,9 +119,14 @@ def write_shards(
         checksums[shard.file] = _write_shard(directory / shard.file, shard.shapes, dtype, counted)
         sync(directory / shard.file)
         write_file(state, json.dumps(checksums))
+    write_index(shards, directory)
+
+
+def write_index(shards: Sequence[Shard], directory: Path) -> None:
+    """Write the index of the weight files `shards` to `directory`; a single file has no index."""
     if len(shards) > 1:
         weight_map = {name: shard.file for shard in shards for name in shard.shapes}
-        index = {"metadata": {"total_size": current.total}, "weight_map": weight_map}
+        index = {"metadata": {"total_size": sum(shard.num_bytes for shard in shards)}, "weight_map": weight_map}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
 
 

@@ -134,7 +134,7 @@ def test_first_tokens_huge_in_one_model_change_nothing() -> None:
 
 
 def test_regression_finds_the_map_between_tokens() -> None:
-    """Where y is an affine function of x, `ridge` finds it, and `mlp` only matches the distribution."""
+    """`ridge` finds an affine function of x if y is one, and `mlp` only matches the distribution."""
     x = rows(900, 12, seed=0, mixes=1.0)
     matrix = rows(12, 12, seed=1)
     y = x @ matrix.T + 3.0

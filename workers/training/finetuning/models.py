@@ -210,7 +210,9 @@ def _with_adapter(
         () if noisy is None else tuple(p for n, p in model.named_parameters() if is_target(noisy, n, tuple(p.shape)))
     )
     if noisy is not None and not named:
-        raise InvalidModel((f"method.noise_targets: {noisy}; the model has no such modules",))
+        raise InvalidModel(
+            (f"method.noise_targets: {noisy}; the model has no such modules, its linear modules are {_linear(model)}",)
+        )
     try:
         adapted = get_peft_model(
             model,
@@ -223,16 +225,21 @@ def _with_adapter(
             ),
         )
     except ValueError as error:
-        kinds = sorted({name.rsplit(".", 1)[-1] for name, m in model.named_modules() if isinstance(m, torch.nn.Linear)})
         raise InvalidModel(
             (
                 f"adapter.targets: {targets if isinstance(targets, str) else ', '.join(targets)}: {error} The model's "
-                f"linear modules are {', '.join(kinds)}",
+                f"linear modules are {_linear(model)}",
             )
         ) from error
     # The offset of a merge is in the weights that the adapters change, not in the adapters. They change no bias.
     own = tuple(p for name, p in adapted.named_parameters() if name.endswith(".base_layer.weight"))
     return adapted, own if noisy is None else named
+
+
+def _linear(model: Any) -> str:
+    """The last parts of the names of a model's linear modules, for messages."""
+    kinds = {name.rsplit(".", 1)[-1] for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)}
+    return ", ".join(sorted(kinds))
 
 
 def _of_layers(model: Any, layers: tuple[int, ...], option: str) -> tuple[torch.nn.Parameter, ...]:

@@ -277,7 +277,9 @@ def test_noise_is_where_other_adapters_change_weights(place: Path) -> None:
     assert modules(noise_targets=["down_proj"]) == {"down_proj"}
     assert {"q_proj", "o_proj", "gate_proj", "down_proj"} <= modules(noise_targets="all-linear")
     assert "embed_tokens" not in modules(noise_targets="all-linear")
-    with pytest.raises(InvalidModel, match=r"method.noise_targets: .*; the model has no such modules"):
+    with pytest.raises(
+        InvalidModel, match=r"method.noise_targets: .*; the model has no such modules, its linear modules are down_proj"
+    ):
         modules(noise_targets=["nothing"])
 
 
