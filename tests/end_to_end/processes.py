@@ -19,6 +19,8 @@ import psutil
 from service.jobs.search.local_run import DATABASE
 
 POLL_S = 0.05
+WORKING_GONE_S = 30.0  # after a kill, processes that work
+ALL_GONE_S = 90.0
 REPLICA = "ray::ServeReplica"
 
 # Processes that must end first: they hold an engine's memory, work on the study, or would start such processes again.
@@ -159,16 +161,21 @@ def query(directory: Path, statement: str) -> list[tuple[Any, ...]]:
         connection.close()
 
 
-def seconds_until_gone(processes: Iterable[Process], *, since: float, timeout_s: float) -> dict[Process, float]:
-    """Seconds from `since` (time.monotonic()) until each process was found gone; inf after `timeout_s`."""
-    seconds = dict.fromkeys(processes, float("inf"))
-    while True:
+def check_gone(processes: Iterable[Process], *, since: float, timeout_s: float, working_only: bool = False) -> None:
+    """Wait until all processes, or only those that work, are gone, and print how long each took.
+
+    Raises AssertionError if some are left `timeout_s` after `since` (time.monotonic()).
+    """
+    seconds = dict.fromkeys((each for each in processes if each.is_working or not working_only), float("inf"))
+    assert any(process.is_working for process in seconds)
+    while float("inf") in seconds.values() and time.monotonic() - since < timeout_s:
         for process in [process for process, gone in seconds.items() if gone == float("inf")]:
             if process.is_gone:
                 seconds[process] = time.monotonic() - since
-        if float("inf") not in seconds.values() or time.monotonic() - since > timeout_s:
-            return seconds
         time.sleep(0.2)
+    slowest = sorted(((gone, process.name) for process, gone in seconds.items()), reverse=True)
+    print(f"\n{', '.join(f'{name} {gone:.1f} s' for gone, name in dict.fromkeys(slowest))} after the kill")
+    assert slowest[0][0] < float("inf"), "some are left"
 
 
 def _known(process: psutil.Process) -> Process | None:

@@ -32,7 +32,7 @@ from workers.serving.image_worker import ImageWorker
 
 WAIT_S = 240.0
 SPACE = {"kind": "lfs", "layer_groups": 2, "methods": ["task_arithmetic", "linear"]}
-NUM_TRIALS = 24  # more than are scored until both kills
+NUM_TRIALS = 12  # more than are scored until both kills
 
 
 class Scorer(ImageWorker):

@@ -22,7 +22,7 @@ from service.studies.export import export_trial
 from service.studies.preflight.examine import examine
 from service.types import JobState, Origin, TrialState
 from tests.conftest import record_engine_start
-from tests.end_to_end.processes import num_chunks, started
+from tests.end_to_end.processes import ALL_GONE_S, WORKING_GONE_S, check_gone, num_chunks, started
 from tests.end_to_end.studies import SHIPPED_SAMPLES, undisturbed
 from tests.hub_server import Hub, only_hub
 from tests.service.tune.harness import trial_list
@@ -142,22 +142,34 @@ def fake(study: Path, out: Path, **settings: Any) -> list[str | Path]:
     return [sys.executable, "-m", "tests.end_to_end.fake_run", json.dumps(settings), "run", study, "--out", out]
 
 
-def test_ctrl_c_leaves_a_directory_that_the_same_command_resumes(small: Path, tmp_path: Path, ray_address: str) -> None:
+def test_a_run_resumes_after_ctrl_c_and_after_a_kill(small: Path, tmp_path: Path, ray_address: str) -> None:
+    """Neither Ctrl-C nor SIGKILL of the process group changes the trials, and no process survives the kill."""
     out = tmp_path / "run"
-    with started(fake(small, out, sample_delay_s=0.01, in_flight=3), directory=out) as run:
+    slow = fake(small, out, sample_delay_s=0.01, in_flight=3)
+    with started(slow, directory=out) as run:
         run.wait_for_rows(9, timeout_s=START_S)
         run.interrupt()
         assert run.wait(timeout_s=60) == 130, run.log
     assert f"interrupted; the same command resumes the study in {out}" in run.log
     assert "Traceback" not in run.log
     assert json.loads((out / "summary.json").read_text())["state"] == "STOPPED"
-    assert 9 <= num_chunks(out) < 30
+    interrupted = num_chunks(out)
+    assert 9 <= interrupted < 30
 
+    with started(slow, directory=out) as run:
+        run.wait_for_rows(interrupted + 5, timeout_s=START_S)
+        processes = run.processes()
+        run.kill_group()
+    check_gone(processes, since=time.monotonic(), timeout_s=WORKING_GONE_S, working_only=True)
+
+    killed = num_chunks(out)
     with started(fake(small, out), directory=out, ray_address=ray_address) as run:
         assert run.wait(timeout_s=START_S) == 0, run.log
+    assert killed < num_chunks(out), "the kill came too late to matter"
     with read_run(out) as (store, study):
         assert study.state is JobState.COMPLETE
         assert trial_list(store, study.id) == undisturbed(small, tmp_path / "undisturbed")
+    check_gone(processes, since=time.monotonic(), timeout_s=ALL_GONE_S)
 
 
 def test_run_begins_with_the_results_of_an_earlier_run(small: Path, tmp_path: Path, ray_address: str) -> None:
