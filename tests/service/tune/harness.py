@@ -7,10 +7,11 @@ import shutil
 import zlib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
-from search_spaces.baselines import all_baselines
+from search_spaces.baselines import Baseline, all_baselines
 from search_spaces.fidelity import Scheduler, bracket_cycle
 from search_spaces.objectives import Objective
 from search_spaces.parameters import Parameters
@@ -69,12 +70,16 @@ def space_of(kind: str, **options: Any) -> SearchSpace:
     return built
 
 
+@cache
+def _known_baselines() -> tuple[Baseline, ...]:
+    return all_baselines(base="base", experts=("math", "text"), fingerprints=FINGERPRINTS, num_layers=4)
+
+
 def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: int = 14, **changes: Any) -> Plan:
     """A plan: two objectives, rungs of 4, 12 and 36 samples (only 36 without a scheduler), a holdout of 50 samples."""
     names = ("math", "text")
     sizes = (36,) if scheduler == "none" else (4, 12, 36)
     tasks = {name: TaskSpec(task=name, metric="exact_match") for name in names}
-    known = all_baselines(base="base", experts=names, fingerprints=FINGERPRINTS, num_layers=4)
     arguments: dict[str, Any] = {
         "study_id": study_id,
         "seed": 0,
@@ -90,7 +95,7 @@ def make_plan(study_id: str, *, scheduler: Scheduler = "hyperband", max_trials: 
         "max_staleness": 5,
         "chunk_samples": 30,
         "bank_fingerprint": FakeScorer().bank_fingerprint,
-        "baselines": tuple((Origin(origin), label, recipe) for origin, label, recipe in known),
+        "baselines": tuple((Origin(origin), label, recipe) for origin, label, recipe in _known_baselines()),
     }
     return Plan(**{**arguments, **changes})
 
