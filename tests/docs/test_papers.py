@@ -7,6 +7,7 @@ import re
 import sys
 import zlib
 from collections.abc import Callable, Iterator, Mapping
+from copy import copy
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -93,6 +94,19 @@ def with_models(document: dict[str, Any], model: Callable[[str], Path]) -> dict[
     return document | {"models": {"base": str(model("base")), "experts": experts}}
 
 
+def once(load_dataset: Callable[..., Any]) -> Callable[..., Any]:
+    """A function that makes each data set only once, as `datasets` hashes all rows; it returns copies of the dict."""
+    found: dict[str, Any] = {}
+
+    def load(path: str, name: str | None = None, **options: Any) -> Any:
+        key = json.dumps([path, name, options], sort_keys=True, default=repr)
+        if key not in found:
+            found[key] = load_dataset(path, name, **options)
+        return copy(found[key])
+
+    return load
+
+
 @pytest.fixture(scope="module", autouse=True)
 def _tasks() -> Iterator[None]:
     """Task data in memory. Each task is built once, in this process, because no task executes code of a model here."""
@@ -109,7 +123,7 @@ def _tasks() -> Iterator[None]:
     evaluate.__dict__["load"] = lambda name: SimpleNamespace(compute=lambda **_: ({"pass@1": 1.0}, None))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(task_index, "_given", shipped_index())
-        patch.setattr(datasets, "load_dataset", in_memory(NUM_ROWS, SIZES, distinct=True))
+        patch.setattr(datasets, "load_dataset", once(in_memory(NUM_ROWS, SIZES, distinct=True)))
         patch.setattr(tasks_module, "build", built)
         patch.setitem(sys.modules, "evaluate", evaluate)
         patch.setattr("workers.evaluation.lengths.LOOKED_AT", 1)

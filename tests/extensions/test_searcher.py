@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -63,7 +64,7 @@ FIELD = '''    mutants: MutantsOptions = MutantsOptions()
     """Of algorithm: mutants."""
 '''
 
-# A study with the fake scorer; prints what was proposed.
+# A study with the fake scorer for each section `search`; prints what was proposed in each.
 STUDY = """
 import json, tempfile
 from pathlib import Path
@@ -72,21 +73,24 @@ from service.types import Origin
 from tests.service.tune.harness import InlineProposer, coordinator_of, drive, new_study, space_of
 from workers.serving.fake import FakeScorer
 
-search = Search.model_validate({section!r})
-store, study = new_study(Path(tempfile.mkdtemp()))
-space = space_of("layerwise")
-proposer = InlineProposer(space, seed=3, algorithm=search.algorithm, options=search)
-drive(coordinator_of(store, study, space=space, proposer=proposer, max_trials=12), FakeScorer())
-trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
-assert all(trial.state.is_finished for trial in trials)
-print(json.dumps([dict(trial.configuration) for trial in trials]))
-store.close()
+for section in {sections!r}:
+    search = Search.model_validate(section)
+    store, study = new_study(Path(tempfile.mkdtemp()))
+    space = space_of("layerwise")
+    proposer = InlineProposer(space, seed=3, algorithm=search.algorithm, options=search)
+    drive(coordinator_of(store, study, space=space, proposer=proposer, max_trials=12), FakeScorer())
+    trials = [trial for trial in store.trials(study) if trial.origin is Origin.SEARCH]
+    assert all(trial.state.is_finished for trial in trials)
+    print(json.dumps([dict(trial.configuration) for trial in trials]))
+    store.close()
 """
 
 
-def proposed(tree: Tree, **options: Any) -> list[Any]:
-    found: list[Any] = json.loads(tree.run(STUDY.format(section={"algorithm": "mutants", **options})))
-    assert len(found) == 12
+def proposed(tree: Tree, *options: Mapping[str, Any]) -> list[list[Any]]:
+    """The proposals of a study with each of the `options`, all in one process."""
+    sections = [{"algorithm": "mutants", **each} for each in options]
+    found = [json.loads(line) for line in tree.run(STUDY.format(sections=sections)).splitlines()]
+    assert [len(each) for each in found] == [12] * len(options)
     return found
 
 
@@ -96,7 +100,7 @@ def test_searcher_without_options(tmp_path: Path) -> None:
     tree = Tree(tmp_path / "tree")
     tree.write("search_spaces/searchers/mutants.py", DECLARATION)
     tree.write("service/tune/searchers/mutants.py", ALGORITHM.replace("STEP", "0.1"))
-    assert proposed(tree) == proposed(tree)
+    assert proposed(tree, {}) == proposed(tree, {})
     tree.test("tests/service/tune/test_searchers.py", "-k", "mutants")
     assert len(tree.changed) == 2
 
@@ -109,6 +113,7 @@ def test_searcher_with_options(tmp_path: Path) -> None:
     tree.write("service/tune/searchers/mutants.py", ALGORITHM.replace("STEP", "context.setting.options.mutants.step"))
     tree.insert("search_spaces/study/search.py", SECTION, before=r"class Search\(Section\):")
     tree.insert("search_spaces/study/search.py", FIELD, after=r'    """Options of algorithm: hm3."""')
-    assert proposed(tree) == proposed(tree, mutants={"step": 0.1})
-    assert proposed(tree) != proposed(tree, mutants={"step": 0.5})
+    usual, same, larger = proposed(tree, {}, {"mutants": {"step": 0.1}}, {"mutants": {"step": 0.5}})
+    assert usual == same
+    assert usual != larger
     assert len(tree.changed) == 3

@@ -22,6 +22,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from jinja2 import Template
 from jinja2.sandbox import SandboxedEnvironment
 
 from workers.errors import InvalidTask
@@ -44,6 +45,9 @@ TRUST = "trust_remote_code"
 # Keys of `dataset_kwargs` that name directories, and those that can direct requests to other hosts.
 DIRECTORIES = ("data_dir", "cache_dir")
 CONNECTIONS = ("storage_options", "download_config")
+
+# Compiled templates that are kept; a task has a few.
+MAX_TEMPLATES = 512
 
 # Modules of `datasets` that read nothing but the data files that they are given; "cache" reads the hub's data again.
 FORMATS = ("arrow", "cache", "csv", "json", "parquet", "text")
@@ -219,13 +223,26 @@ def _confine_templates() -> None:
     from lm_eval import utils
 
     if not isinstance(utils.env, SandboxedEnvironment):
-        confined = SandboxedEnvironment(
+        confined = _Templates(
             loader=utils.env.loader,
             undefined=utils.env.undefined,
             keep_trailing_newline=utils.env.keep_trailing_newline,
         )
         confined.filters = utils.env.filters
         utils.env = confined
+
+
+class _Templates(SandboxedEnvironment):
+    """Jinja's sandbox, which keeps compiled templates: lm-eval asks for a task's template again for every document."""
+
+    def __init__(self, **options: Any) -> None:
+        super().__init__(**options)
+        self._compiled = functools.lru_cache(MAX_TEMPLATES)(super().from_string)
+
+    def from_string(self, source: Any, *arguments: Any, **options: Any) -> Template:
+        if arguments or options or not isinstance(source, str):
+            return super().from_string(source, *arguments, **options)
+        return self._compiled(source)
 
 
 Wrapper = Callable[[Callable[..., Any]], Callable[..., Any]]
