@@ -125,14 +125,19 @@ def test_search_ends_within_the_limit(
 @pytest.mark.slow
 def test_promotions_of_the_last_trials_fit(tmp_path: Path) -> None:
     """Successive halving leaves over the samples of all promotions, whichever trial is the last that fits."""
+    begun = study_in(tmp_path / "begun")
+    with pytest.raises(Killed):  # some steps before the first that another limit changes
+        run(*begun, scheduler="successive_halving", max_samples=LIMIT, observer=killer(160))
+    closed = closed_study(*begun)
     for more in range(0, FULL, 8):
-        (tmp_path / str(more)).mkdir()
-        ended = run(*study_in(tmp_path / str(more)), scheduler="successive_halving", max_samples=LIMIT + more)
+        ended = run(
+            *copied_study(closed, tmp_path / str(more)), scheduler="successive_halving", max_samples=LIMIT + more
+        )
         assert LIMIT + more - FULL < ended.num_samples_used <= LIMIT + more
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (7, 2), (7, 3)])
+@pytest.mark.parametrize(("concurrency", "order_seed"), [(1, 0), (7, 2)])
 def test_trials_depend_on_no_order(
     tmp_path: Path, undisturbed: Undisturbed, scheduler: Scheduler, concurrency: int, order_seed: int
 ) -> None:
