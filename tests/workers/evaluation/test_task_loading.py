@@ -11,6 +11,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -248,3 +249,22 @@ def test_rebuilt_task_is_checked_again(place: Path) -> None:
         with pytest.raises(InvalidTask, match=r"is not below a directory that studies may read"):
             build_task(spec)
         assert spec.digest == replace(spec, access=None).digest, "it is the same task"
+
+
+def test_a_template_is_compiled_once(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Jinja compiles a task's template for the first document only; lm-eval asks for it with every document."""
+    from lm_eval import utils
+
+    check(write_choices(place))
+    compiled, compile_template = [], utils.env.compile
+
+    def counted(source: str, *arguments: Any, **options: Any) -> Any:
+        compiled.append(source)
+        return compile_template(source, *arguments, **options)
+
+    monkeypatch.setattr(utils.env, "compile", counted)
+    template = "{{question}} Answer by {{ options | join(' or ') }}."
+    documents = [{"question": f"Is {i} even?", "options": ["yes", "no"]} for i in range(3)]
+    found = [utils.apply_template(template, document) for document in documents]
+    assert found == [f"Is {i} even? Answer by yes or no." for i in range(3)]
+    assert compiled == [template]
