@@ -14,46 +14,77 @@ from service.types import ExportRecord, ExportState, JobRecord
 from tests.service.api.harness import ApiServer, finished_study
 from tests.service.http_server import HttpServer
 from tests.service.pictured import pictured_study
-from tests.service.web.driving import SCHEMES, check_view, expect, visit
+from tests.service.web.driving import (
+    HEIGHT,
+    SCHEMES,
+    WIDTH,
+    Visit,
+    check_shown,
+    expect,
+    navigate,
+    settle,
+    visit,
+)
 from tests.service.web.made import CONSTANT
 
-# Addresses of all views; ID is a study that has ended.
-ADDRESSES = (
-    "/studies",
-    "/studies/ID",
-    "/studies/ID/trials",
-    "/studies/ID/trials/5",
-    "/queue",
-    "/settings",
-    "/teams",
-    "/login",
-    "/studies/ID/events",
-    "/studies/ID/log",
-    "/studies/ID/file",
-    "/studies/new",
-    "/studies/new?recipe=ID/5",
-    "/studies/ID/trials/1",
-    "/studies/ID/exports",
-    "/studies/ID/trials/0/samples?split=holdout",
-    "/studies/ID/trials/0/samples?split=holdout&against=1",
-    "/studies/ID/compare",
-    "/studies/ID/parameters",
-    f"/studies/ID/parameters?axes=value.math,value.text,parameter.{CONSTANT}",
-    "/studies/ID/rungs?bracket=0&rung=0",
-    "/studies/ID/timeline",
-    "/studies/ID/benchmarks",
-    "/finetunes",
-    "/finetunes/new",
-    "/admin/cluster",
-    "/studies/new?example=lfs",
-    "/studies/ID/trials?columns=trial,label,math,recipe,time&at=30",
-)
+# Addresses of all views with their titles in the browser's tab; ID is a study that has ended. The views of a walk are
+# shown one after the other in one window. Neighbours have different titles.
+WALKS = {
+    "a study": {
+        "/studies/ID/trials": "Trials",
+        "/studies/ID": "searched",
+        "/studies/ID/events": "Events",
+        "/studies/ID/log": "Log",
+        "/studies/ID/file": "File",
+        "/studies/ID/exports": "Exports",
+        "/studies/ID/trials?columns=trial,label,math,recipe,time&at=30": "Trials",
+    },
+    "comparisons": {
+        "/studies/ID/parameters": "Parameters",
+        "/studies/ID/compare": "Compare",
+        f"/studies/ID/parameters?axes=value.math,value.text,parameter.{CONSTANT}": "Parameters",
+        "/studies/ID/rungs?bracket=0&rung=0": "Rungs",
+        "/studies/ID/timeline": "Timeline",
+        "/studies/ID/benchmarks": "Benchmarks",
+    },
+    "trials": {
+        "/studies/ID/trials/5": "Trial 5",
+        "/studies/ID/trials/0/samples?split=holdout": "Samples",
+        "/studies/ID/trials/1": "Trial 1",
+        "/studies/ID/trials/0/samples?split=holdout&against=1": "Samples",
+        "/studies/new?recipe=ID/5": "Enqueue a merge",
+    },
+    "editors": {
+        "/studies/new": "New study",
+        "/finetunes/new": "New fine-tuning",
+        "/studies/new?example=lfs": "New study",
+    },
+    "the server": {
+        "/studies": "Studies",
+        "/finetunes": "Fine-tunings",
+        "/queue": "Queue",
+        "/settings": "Settings",
+        "/teams": "Teams",
+        "/login": "Log in",
+        "/admin/cluster": "Cluster",
+    },
+}
 
 
-@pytest.mark.parametrize("address", ADDRESSES)
-def test_a_view_is_accessible(browser: Browser, server: ApiServer, searched: JobRecord, address: str) -> None:
+@pytest.mark.slow
+@pytest.mark.parametrize("walk", WALKS)
+def test_views_are_accessible(visitor: Visit, searched: JobRecord, walk: str) -> None:
     """Each view, light and dark, violates no rule of axe, and does not scroll sideways at 320 px."""
-    check_view(browser, server.url, address.replace("ID", searched.id))
+    page = visitor.page
+    for number, (address, title) in enumerate(WALKS[walk].items()):
+        path = address.replace("ID", searched.id)
+        if number == 0:
+            visitor.goto(path)
+        else:
+            page.set_viewport_size({"width": WIDTH, "height": HEIGHT})
+            navigate(page, path, title)
+        settle(page)
+        check_shown(page)
 
 
 PREFIX = "/team/merge"
