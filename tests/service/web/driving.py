@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import base64
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, Literal, TypeAlias, overload
 from urllib.parse import urlsplit
@@ -16,6 +17,7 @@ from playwright.sync_api import (
     BrowserContext,
     CDPSession,
     ConsoleMessage,
+    Error,
     Locator,
     Page,
     Request,
@@ -35,6 +37,7 @@ __all__ = [
     "WIDTH",
     "Scheme",
     "Visit",
+    "answer",
     "axe_violations",
     "check_shown",
     "check_view",
@@ -164,6 +167,25 @@ def navigate(page: Page, path: str, title: str) -> None:
     assert not page.title().startswith(title), f"the view before is named {page.title()} too"
     page.evaluate("path => history.pushState({}, '', path)", path)
     expect(page).to_have_title(re.compile(f"^{re.escape(title)}"), timeout=PATIENCE_MS)
+
+
+def answer(page: Page, *patterns: str, status: int, content_type: str, body: str) -> Callable[[], None]:
+    """Answers requests of a page in place of the server until the returned function is called.
+
+    Those are requests to URLs that match one of `patterns`, in which `*` is any text. While Playwright's own
+    `Page.route` is in use, the page loads all of its files anew and compiles them, as it has no cache.
+    """
+    session = page.context.new_cdp_session(page)
+    headers = [{"name": "Content-Type", "value": content_type}]
+    said = {"responseCode": status, "responseHeaders": headers, "body": base64.b64encode(body.encode()).decode()}
+
+    def say(paused: dict[str, Any]) -> None:
+        with suppress(Error):  # the page has given it up
+            session.send("Fetch.fulfillRequest", {"requestId": paused["requestId"], **said})
+
+    session.on("Fetch.requestPaused", say)
+    session.send("Fetch.enable", {"patterns": [{"urlPattern": pattern} for pattern in patterns]})
+    return session.detach
 
 
 def press(control: Locator, key: str = "Enter") -> None:

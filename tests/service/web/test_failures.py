@@ -3,110 +3,108 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import httpx
 import pytest
-from playwright.sync_api import Browser, Page, Route
+from playwright.sync_api import Browser, Page
 
 from service.types import JobRecord, JobState, Scope
 from tests.service.api.accounts import Company, bearer
 from tests.service.api.harness import ApiServer, finished_finetune, finished_study, stored_study
 from tests.service.jobs.serving.local import served
-from tests.service.web.driving import HURRY, Visit, expect, visit
+from tests.service.web.driving import HURRY, Visit, answer, expect, navigate, settle, visit
 from tests.service.web.test_finetunes import analysis
 
 WORDS = "the disk of the database is full"
 PROBLEM = {"type": "about:blank", "title": "Insufficient Storage", "status": 507, "detail": WORDS}
 
-# The address of each view below that of a study, and its heading.
+# The address of each view below that of a study, and its title in the browser's tab.
 VIEWS = {
-    "": "study",
-    "/trials": "study",
-    "/parameters": "study",
-    "/rungs": "study",
-    "/timeline": "study",
-    "/compare": "study",
-    "/benchmarks": "study",
-    "/exports": "study",
-    "/events": "study",
-    "/log": "study",
-    "/file": "study",
+    "": "",
+    "/trials": "Trials",
+    "/parameters": "Parameters",
+    "/rungs": "Rungs",
+    "/timeline": "Timeline",
+    "/compare": "Compare",
+    "/benchmarks": "Benchmarks",
+    "/exports": "Exports",
+    "/events": "Events",
+    "/log": "Log",
+    "/file": "File",
     "/trials/5": "Trial 5",
     "/trials/0/samples?split=holdout": "Samples",
 }
 
 
-def fail(route: Route) -> None:
-    route.fulfill(status=507, content_type="application/problem+json", body=json.dumps(PROBLEM))
+def failing(page: Page, address: str) -> Callable[[], None]:
+    """Makes requests of a page to an address fail until the returned function is called.
+
+    An address that ends in `/**` is all addresses below it, others have any query.
+    """
+    below = address.removesuffix("**")
+    patterns = (f"{below}*",) if below != address else (address, rf"{address}\?*")
+    return answer(page, *patterns, status=507, content_type="application/problem+json", body=json.dumps(PROBLEM))
 
 
-def settled(page: Page) -> None:
-    expect(page.get_by_role("heading", level=1)).to_be_visible()
-    expect(page.get_by_text("Loading", exact=True)).to_have_count(0)
-
-
-def check_failing(opened: Visit, views: Iterable[tuple[str, str]], headings: Mapping[str, str] | None = None) -> None:
-    """Check pairs of a view and an address of the API while requests to the address fail, each view in its own tab.
+def check_failing(opened: Visit, walks: Iterable[Mapping[str, str]], headings: Mapping[str, str] | None = None) -> None:
+    """Check views while requests to an address of the API fail; `walks` have the address of each view.
 
     Each view has a heading (that in `headings` where the view is named there) and the server's words, and is whole once
-    requests succeed again. An address that ends in `/**` is all addresses below it.
+    requests succeed again. The views of a walk are shown one after the other in one tab, and share no address.
     """
     opened.expected = ("507",)
-
-    def check_recovered(tab: Page) -> None:
-        expect(tab.get_by_role("alert")).to_have_count(0, timeout=60_000)  # the page tries again by itself
-        settled(tab)
-        tab.close()
-
-    before = None  # the tab that tries again while the next one is opened
-    for view, address in views:
+    for walk in walks:
         tab = opened.context.new_page()
-        below = address.removesuffix("/**")
-        end = r"(\?.*)?" if below == address else "/.*"
-        tab.route(re.compile(re.escape(f"{opened.url}/v1/{below}") + f"{end}$"), fail)
-        tab.goto(opened.url + view, wait_until="commit")
-        if headings is not None and view in headings:
-            expect(tab.get_by_role("heading", level=1)).to_have_text(headings[view])
-        expect(tab.get_by_role("alert").filter(has_text=WORDS).first).to_be_visible()
-        settled(tab)
-        tab.unroute_all()
-        if before is not None:
-            check_recovered(before)
-        before = tab
-    assert before is not None, "there are views"
-    check_recovered(before)
+        for number, (view, address) in enumerate(walk.items()):
+            succeed = failing(tab, f"{opened.url}/v1/{address}")
+            if number == 0:
+                tab.goto(opened.url + view, wait_until="commit")
+            else:
+                tab.evaluate("path => history.pushState({}, '', path)", view)
+            if headings is not None and view in headings:
+                expect(tab.get_by_role("heading", level=1)).to_have_text(headings[view])
+            expect(tab.get_by_role("alert").filter(has_text=WORDS).first).to_be_visible()
+            expect(tab.get_by_text("What is shown below is older")).to_have_count(0)
+            settle(tab)
+            succeed()
+            expect(tab.get_by_role("alert")).to_have_count(0, timeout=60_000)  # the page tries again by itself
+            settle(tab)
+        tab.close()
 
 
 @pytest.mark.slow
 def test_a_failing_api_is_said(hurried: Visit, searched: JobRecord) -> None:
     """A view whose requests fail has its heading and the server's words; it is whole once they succeed."""
     headings = {
-        f"/studies/{searched.id}{view}": searched.name if heading == "study" else heading
-        for view, heading in VIEWS.items()
+        f"/studies/{searched.id}{view}": title if view.startswith("/trials/") else searched.name
+        for view, title in VIEWS.items()
     }
-    check_failing(hurried, [(view, f"studies/{searched.id}/**") for view in headings], headings)
+    check_failing(hurried, [{view: f"studies/{searched.id}/**"} for view in headings], headings)
 
 
 @pytest.mark.slow
 def test_a_deleted_study_is_said(visitor: Visit, server: ApiServer, http: httpx.Client) -> None:
     """Each view of a study that somebody else has deleted says that there is no such study, with a heading."""
     study = finished_study(server.store, num_trials=6, name="to-be-deleted")
+    page = visitor.page
+    for view, title in VIEWS.items():  # the browser has then all answers of the server
+        address = f"/studies/{study.id}{view}"
+        if view == "":
+            visitor.goto(address)
+        else:
+            navigate(page, address, title)
+        settle(page)
+    visitor.expected = ("404",)
+    http.delete(f"/v1/studies/{study.id}").raise_for_status()
     tabs = [visitor.context.new_page() for _ in VIEWS]
     for tab, view in zip(tabs, VIEWS, strict=True):
         tab.goto(f"{visitor.url}/studies/{study.id}{view}", wait_until="commit")
     for tab in tabs:
-        settled(tab)
-    visitor.expected = ("404",)
-    http.delete(f"/v1/studies/{study.id}").raise_for_status()
-    for tab in tabs:
-        tab.reload(wait_until="commit")
-    for tab in tabs:
         said = tab.get_by_role("alert").filter(has_text="there is no such study")
         expect(said.first).to_be_visible()
-        settled(tab)
+        settle(tab)
 
 
 @pytest.mark.slow
@@ -117,15 +115,19 @@ def test_failing_jobs_are_said(hurried: Visit, server: ApiServer, searched: JobR
         check_failing(
             hurried,
             [
-                ("/studies", "studies"),
-                ("/finetunes", "finetunes"),
-                (f"/studies/{searched.id}", f"studies/{searched.id}"),
-                (f"/studies/{searched.id}/trials/5", f"studies/{searched.id}"),
-                (f"/finetunes/{tuned.id}", f"finetunes/{tuned.id}"),
-                (f"/finetunes/{tuned.id}", f"finetunes/{tuned.id}/curves"),
-                (f"/finetunes/{tuned.id}", f"finetunes/{tuned.id}/analysis"),
-                (f"/served/{chat.job.id}", f"served/{chat.job.id}"),
-                (f"/served/{chat.job.id}", f"served/{chat.job.id}/openai/v1/models"),
+                {
+                    "/studies": "studies",
+                    "/finetunes": "finetunes",
+                    f"/studies/{searched.id}": f"studies/{searched.id}",
+                    f"/finetunes/{tuned.id}": f"finetunes/{tuned.id}",
+                    f"/served/{chat.job.id}": f"served/{chat.job.id}",
+                },
+                {
+                    f"/studies/{searched.id}/trials/5": f"studies/{searched.id}",
+                    f"/finetunes/{tuned.id}": f"finetunes/{tuned.id}/curves",
+                    f"/served/{chat.job.id}": f"served/{chat.job.id}/openai/v1/models",
+                },
+                {f"/finetunes/{tuned.id}": f"finetunes/{tuned.id}/analysis"},
             ],
         )
     server.store.open_attempt(chat.job.id).set_state(JobState.CANCELLED)
@@ -138,7 +140,7 @@ def test_failing_views_of_administrators_say_so(browser: Browser, tmp_path: Path
         headers = bearer(Company.on(server).tokens["root", Scope.ADMIN])
         with visit(browser, server.url, headers=headers, is_in_a_hurry=True) as opened:
             addresses = {"/admin/users": "users", "/teams": "teams", "/queue": "queue", "/admin/audit": "audit"}
-            check_failing(opened, [*addresses.items(), ("/admin/cluster", "cluster")])
+            check_failing(opened, [{**addresses, "/admin/cluster": "cluster"}])
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ from tests.service.synthetic_run import run_record
 from tests.service.web.driving import expect, press, visit
 
 # A browser opens six connections to a server: with one stream for each tab, the seventh would not load.
-NUM_TABS = 10
+NUM_TABS = 7
 
 # Studies in tabs of their own: four have streams, and with one for each of them the seventh would not load.
 NUM_STUDIES, NUM_STREAMS = 7, 4
@@ -40,7 +40,7 @@ def figure(page: Page, term: str) -> Locator:
 
 
 def test_tabs_follow_a_study(browser: Browser, server: ApiServer) -> None:
-    """Ten tabs on one study show its progress, its trials and its end as they happen."""
+    """Seven tabs on one study show its progress, its trials and its end as they happen."""
     made = run_record(num_trials=40)
     with visit(browser, server.url) as opened:
         writer = begun(server)
@@ -100,7 +100,7 @@ def test_a_polled_table_waits_for_the_reader(browser: Browser, server: ApiServer
         tabs = []
         for number in range(NUM_STREAMS):
             tab = opened.context.new_page()
-            tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}", wait_until="commit")
+            tab.goto(f"{server.url}/studies/{begun(server, f'study-{number}').job_id}/file", wait_until="commit")
             tabs.append(tab)
         for tab in tabs:
             expect(tab.get_by_label("Connection")).to_have_text("live")

@@ -19,7 +19,7 @@ from tests.service.api import harness
 from tests.service.api.accounts import OPERATOR, Company
 from tests.service.api.harness import ApiServer
 from tests.service.api.identity_provider import IdentityProvider, identity_provider
-from tests.service.web.driving import Visit, check_shown, expect, visit
+from tests.service.web.driving import Visit, answer, check_shown, expect, visit
 
 
 @pytest.fixture(scope="module")
@@ -160,7 +160,7 @@ def abroad(browser: Browser, server: ApiServer, provider: IdentityProvider) -> I
     """A window that may also open the page of the identity provider."""
     styles = "https://cdn.jsdelivr.net/"  # of the provider's page
     with visit(browser, server.url) as opened:
-        opened.context.route(f"{styles}**", lambda route: route.fulfill(body="", content_type="text/css"))
+        answer(opened.page, f"{styles}*", status=200, content_type="text/css", body="")
         opened.allowed = (provider.url, styles)
         opened.expected = ("404",)  # the provider has no icon
         yield opened
@@ -281,9 +281,9 @@ def test_the_login_is_accessible(visitor: Visit, company: Company) -> None:
     check_shown(page)
 
 
-def test_a_login_below_a_prefix(browser: Browser, tmp_path: Path) -> None:
+def test_a_login_below_a_prefix(browser: Browser, tmp_path: Path, own_port: int) -> None:
     """Below a proxy's path prefix, the login leads back to the view below the prefix."""
-    with ApiServer(tmp_path, prefix="/team/merge") as server, visit(browser, server.url) as opened:
+    with ApiServer(tmp_path, prefix="/team/merge", port=own_port) as server, visit(browser, server.url) as opened:
         company = Company.on(server)
         page = opened.goto("/team/merge/queue")
         log_in(page, company.tokens["owner", Scope.READ])

@@ -11,7 +11,7 @@ import pytest
 
 from service.types import JobRecord
 from tests.service.api.harness import ApiServer, stored_study
-from tests.service.web.driving import Visit, expect, press, signed
+from tests.service.web.driving import Visit, answer, expect, press, signed
 
 BINS = 300
 
@@ -65,15 +65,13 @@ def test_what_is_not_known_of_a_rung_is_said(visitor: Visit, searched: JobRecord
     """If failed trials or the rules cannot be read, the table has the stopped trials, and the reason is beside it."""
     visitor.expected = ("507",)
     body = json.dumps({"type": "about:blank", "title": "Insufficient Storage", "status": 507, "detail": "a full disk"})
-    for path in ("**/trials?state=FAIL*", "**/plots/races"):
-        visitor.page.route(
-            path, lambda route: route.fulfill(status=507, content_type="application/problem+json", body=body)
-        )
+    paths = (r"*/trials\?state=FAIL*", "*/plots/races")
+    succeed = answer(visitor.page, *paths, status=507, content_type="application/problem+json", body=body)
     page = visitor.goto(f"/studies/{searched.id}/rungs?bracket=1&rung=0")
     table = page.get_by_role("region", name="Trials that ended at rung 0")
     expect(table.get_by_role("row").nth(1)).to_be_visible()
     expect(page.get_by_role("alert").filter(has_text="a full disk")).to_have_count(2)
-    page.unroute_all()
+    succeed()
     expect(page.get_by_role("alert")).to_have_count(0)
 
 

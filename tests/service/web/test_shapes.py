@@ -103,7 +103,7 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "running": {"names": ("math", "text"), "on_holdout": (), "state": JobState.RUNNING},
     "cancelled": {"names": ("math", "text"), "on_holdout": (), "state": JobState.CANCELLED},
 }
-# The address of each view below that of a study, and its title in the browser's tab; without one, it is loaded anew.
+# The address of each view below that of a study, and its title in the browser's tab; the one without is loaded.
 VIEWS = {
     "": None,
     "/trials": "Trials",
@@ -114,9 +114,9 @@ VIEWS = {
     "/benchmarks": "Benchmarks",
     "/exports": "Exports",
     "/events": "Events",
+    "/trials/0/samples?split=holdout&against=1": "Samples",
     "/trials/10": "Trial 10",
     "/trials/10/samples": "Samples",
-    "/trials/0/samples?split=holdout&against=1": None,
 }
 # What the overview says of a study without values on held-out data.
 NO_HOLDOUT = {
