@@ -71,7 +71,6 @@ WALKS = {
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("walk", WALKS)
 def test_views_are_accessible(visitor: Visit, searched: JobRecord, walk: str) -> None:
     """Each view, light and dark, violates no rule of axe, and does not scroll sideways at 320 px."""
