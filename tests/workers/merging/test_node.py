@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -18,35 +17,44 @@ import torch
 from workers.merging import node
 from workers.merging.node import Node, NoRoom, SharedDirectory, free_shared_bytes, remove_unused, shared_bytes
 
-OPENS = """
-import sys, time
+ENDS = """
+import sys
 from pathlib import Path
-from workers.merging.node import Node, SharedDirectory
-root, doing = Path(sys.argv[1]), sys.argv[2]
+from workers.merging.node import SharedDirectory
 
-def write(memory):
-    with open(root.parent / "writes", "a") as file:
-        file.write("one\\n")
-    memory[:5] = 7
-    if doing == "killed":
-        print("filling", flush=True)
-        time.sleep(600)
-    time.sleep(0.3)
-    memory[5:] = 7
-
-def made():
-    with open(root.parent / "values", "a") as file:
-        file.write("one\\n")
-    time.sleep(0.3)
-    return {"sum": 7.5}
-
-shared = SharedDirectory("sources", root=root)
-memory = shared.fill(10, write)
-value = Node(shared).value(("norm", ("a", "weight")), made)
-print(memory.tolist() == [7] * 10 and value == {"sum": 7.5}, flush=True)
-if doing == "stays":
-    sys.stdin.read()
+shared = SharedDirectory("sources", root=Path(sys.argv[1]))
+print(shared.fill(3, lambda memory: memory.fill_(7)).tolist(), (shared.path / "filled").exists())
 """
+FORK = multiprocessing.get_context("fork")
+
+
+def opens(root: Path, doing: str, said: Any) -> None:
+    """Fill memory and compute a value, each in two parts; say whether this process has both."""
+
+    def noted(file: str) -> None:
+        with (root.parent / file).open("a") as notes:
+            notes.write("one\n")
+
+    def write(memory: torch.Tensor) -> None:
+        noted("writes")
+        memory[:5] = 7
+        if doing == "killed":
+            said.send("filling")
+            time.sleep(600)
+        time.sleep(0.3)
+        memory[5:] = 7
+
+    def made() -> dict[str, float]:
+        noted("values")
+        time.sleep(0.3)
+        return {"sum": 7.5}
+
+    shared = SharedDirectory("sources", root=root)
+    memory = shared.fill(10, write)
+    value = Node(shared).value(("norm", ("a", "weight")), made)
+    said.send(memory.tolist() == [7] * 10 and value == {"sum": 7.5})
+    if doing == "stays":
+        time.sleep(600)
 
 
 @pytest.fixture
@@ -56,19 +64,18 @@ def root(tmp_path: Path) -> Path:
     return found
 
 
-def process(root: Path, doing: str = "ends") -> subprocess.Popen[str]:
-    command = [sys.executable, "-c", OPENS, str(root), doing]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+def process(root: Path, doing: str = "ends") -> tuple[Any, Any]:
+    """A new process that calls `opens`, and the connection on which it says what it has."""
+    heard, said = FORK.Pipe(duplex=False)
+    started = FORK.Process(target=opens, args=(root, doing, said), daemon=True)
+    started.start()
+    said.close()
+    return started, heard
 
 
-def line(started: subprocess.Popen[str]) -> str:
-    assert started.stdout is not None
-    return started.stdout.readline().strip()
-
-
-def end(started: subprocess.Popen[str]) -> None:
+def end(started: Any) -> None:
     started.kill()
-    started.communicate()
+    started.join(10)
 
 
 def names(root: Path) -> list[str]:
@@ -78,66 +85,79 @@ def names(root: Path) -> list[str]:
 def test_one_of_several_processes_fills_and_computes(root: Path, tmp_path: Path) -> None:
     """One process fills the memory and one computes a value; after all have ended, nothing is left."""
     started = [process(root) for _ in range(3)]
-    assert [line(each) for each in started] == ["True"] * 3
-    for each in started:
-        each.communicate()
+    assert [heard.recv() for _, heard in started] == [True] * 3
+    for each, _ in started:
+        each.join(10)
+        assert each.exitcode == 0
     written = (tmp_path / "writes").read_text().split()
     assert len(written) in (1, 2, 3)  # a process that begins when the others have ended fills it again
     assert len(written) == len((tmp_path / "values").read_text().split())
     assert names(root) == []
 
 
+def test_a_program_that_ends_leaves_nothing(root: Path) -> None:
+    """The directory goes with the interpreter, whose end closes what the program has open."""
+    command = [sys.executable, "-c", ENDS, str(root)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.split("] ") == ["[7, 7, 7", "True\n"]
+    assert names(root) == []
+
+
+ROUNDS = 10
+
+
 def fill_and_stay(root: Path, barrier: Any, filled: Any, release: Any) -> None:
-    """Open and fill the directory when all processes have come to `barrier`; keep it open until `release` is set."""
-    barrier.wait()
-    shared = SharedDirectory("sources", root=root)
-    time.sleep(0.002)  # as a bank does, which reads the headers of its models between both
+    """Open and fill a directory per round when all processes have come to `barrier`; keep it open until all have it."""
 
     def write(memory: torch.Tensor) -> None:
         time.sleep(0.02)
         memory.fill_(7)
 
-    if torch.equal(shared.fill(10, write), torch.full((10,), 7, dtype=torch.uint8)):
-        filled.release()
-    release.wait()
+    for number in range(ROUNDS):
+        barrier.wait()
+        shared = SharedDirectory("sources", root=root / str(number))
+        time.sleep(0.002)  # as a bank does, which reads the headers of its models between both
+        if torch.equal(shared.fill(10, write), torch.full((10,), 7, dtype=torch.uint8)):
+            filled.release()
+        release.wait()
 
 
 def test_processes_that_start_together_and_stay_all_get_it(root: Path) -> None:
     """Each of several processes gets the memory while all others keep it open, however close together they start."""
-    context = multiprocessing.get_context("fork")
-    for number in range(10):
-        barrier, filled, release = context.Barrier(4), context.Semaphore(0), context.Event()
-        arguments = (root / str(number), barrier, filled, release)
-        arguments[0].mkdir()
-        started = [context.Process(target=fill_and_stay, args=arguments, daemon=True) for _ in range(4)]
-        try:
-            for each in started:
-                each.start()
+    barrier, filled, release = FORK.Barrier(4), FORK.Semaphore(0), FORK.Barrier(5)
+    for number in range(ROUNDS):
+        (root / str(number)).mkdir()
+    # The same processes in all rounds: a fork of this process, with all that tests have imported, takes a while.
+    arguments = (root, barrier, filled, release)
+    started = [FORK.Process(target=fill_and_stay, args=arguments, daemon=True) for _ in range(4)]
+    try:
+        for each in started:
+            each.start()
+        for number in range(ROUNDS):
             num_filled = sum(filled.acquire(timeout=10) for _ in started)
-            release.set()
-            for each in started:
-                each.join(10)
-        finally:
-            for each in started:
-                each.kill()
-        assert num_filled == 4, f"round {number}: {num_filled} of 4 processes have the memory"
+            assert num_filled == 4, f"round {number}: {num_filled} of 4 processes have the memory"
+            release.wait(10)
+        for each in started:
+            each.join(10)
+    finally:
+        for each in started:
+            each.kill()
 
 
 def test_a_killed_process_leaves_memory_to_others(root: Path, tmp_path: Path) -> None:
     """Memory of a killed process is filled again if it was filled in part, and removed once nobody has it open."""
-    killed = process(root, "killed")
-    assert line(killed) == "filling"
-    waiting = process(root, "stays")
+    killed, heard = process(root, "killed")
+    assert heard.recv() == "filling"
+    waiting, heard = process(root, "stays")
     end(killed)
-    assert line(waiting) == "True"
-    second = process(root, "stays")
-    assert line(second) == "True"
+    assert heard.recv() is True
+    second, heard = process(root, "stays")
+    assert heard.recv() is True
     assert (tmp_path / "writes").read_text().split() == ["one", "one"]
     assert (tmp_path / "values").read_text().split() == ["one"]
     own = root / f"mergesearch-{os.getuid()}"
     assert remove_unused(own) == []
-    os.kill(waiting.pid, signal.SIGKILL)
-    waiting.communicate()
+    end(waiting)
     assert remove_unused(own) == [], "another process has it open"
     assert names(root) == ["sources"]
     end(second)

@@ -95,9 +95,8 @@ def test_runners_and_restarts_change_nothing(is_conditioned: bool) -> None:
             training, is_conditioned=is_conditioned, draws_paths=draws_paths, epochs=2, mini_batches=2, recalled=4
         )
         expected = paths_of(new(), num)
-        for runners in (2, 4):
-            assert paths_of(new(), num, runners=runners) == expected
-        assert paths_of(new(), num, restarts=True) == expected
+        assert paths_of(new(), num, runners=2) == expected
+        assert paths_of(new(), num, runners=4, restarts=True) == expected
 
 
 # The paths of each kind of search, as the last program with version 1 alone built them.
@@ -250,7 +249,8 @@ def test_the_optimum_of_the_toy_deceives() -> None:
 def test_a_policy_learns_in_a_small_toy() -> None:
     toy = Toy(0, num_steps=4, num_actions=6, num_lures=2)
     options = PolicyTrainingOptions(episodes=16, explored=8)
-    paths = list(itertools.islice(episodes(toy, seed=0, num_models=2, options=options), 36 * 16))
+    # The policy has learned after the 8 iterations of exploration.
+    paths = list(itertools.islice(episodes(toy, seed=0, num_models=2, options=options), 14 * 16))
     scores = [toy.score(path) for path in paths]
     assert statistics.fmean(scores[-48:]) > statistics.fmean(scores[:48]) + 0.1
 
