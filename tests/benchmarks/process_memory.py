@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import os
 import subprocess
 import sys
@@ -14,7 +15,7 @@ def output(module: str, *arguments: str) -> str:
     # Left alone, glibc keeps some tens of MB of what was freed, whatever the models' size, and the stack of a thread
     # of torch's counts 8 MB.
     glibc = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
-    settings = {"OMP_NUM_THREADS": "2", "OMP_STACKSIZE": "1M", **glibc}
+    settings = {"OMP_NUM_THREADS": "2", "OMP_STACKSIZE": "1M", "OMP_WAIT_POLICY": "passive", **glibc}
     command = [sys.executable, "-m", module, *arguments]
     finished = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=os.environ | settings)
     return finished.stdout.splitlines()[-1]
@@ -35,8 +36,11 @@ class Highest:
         self._watcher.join()
 
     def _watch(self) -> None:
-        while not self._is_over.wait(0.0005):
-            self.bytes = max(self.bytes, status("RssAnon"))
+        # Twenty times as fast as `status`, which would take a tenth of the time of what is watched.
+        with Path("/proc/self/statm").open("rb", buffering=0) as file:
+            while not self._is_over.wait(0.0005):
+                _, resident, shared, *_ = os.pread(file.fileno(), 256, 0).split()
+                self.bytes = max(self.bytes, (int(resident) - int(shared)) * mmap.PAGESIZE)
 
 
 def status(field: str) -> int:
