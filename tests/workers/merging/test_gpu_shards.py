@@ -32,7 +32,8 @@ FLOAT32 = torch.float32
 
 @pytest.fixture(scope="module")
 def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
-    return tiny_family(tmp_path_factory.mktemp("family"), experts=("math", "text"), layers=1, hidden=64)
+    # Half of the embedding has two blocks of elements, each of which takes the interpreter a while.
+    return tiny_family(tmp_path_factory.mktemp("family"), experts=("math", "text"), layers=1, hidden=32)
 
 
 @pytest.fixture(scope="module")

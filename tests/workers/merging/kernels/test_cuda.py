@@ -90,16 +90,14 @@ def check_shards(shape: tuple[int, ...], device: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests the device itself")
-def test_interpreter_gives_plain_bits() -> None:
-    """Kernels give the bits of the plain methods in the interpreter."""
-    assert interpreted("check_all((1, 1500), 'cpu')") > 50
+def test_interpreter_gives_plain_bits_and_shards_those_of_wholes() -> None:
+    """In the interpreter, kernels give the bits of the plain methods, and shards those of whole merges.
 
-
-@pytest.mark.slow
-@pytest.mark.skipif(torch.cuda.is_available(), reason="tests/gpu tests the device itself")
-def test_interpreter_gives_the_bits_of_whole_merges_to_shards() -> None:
-    """Kernels give shards the bits of whole merges in the interpreter, from whole operands and from their parts."""
-    assert interpreted("check_shards((7, 33), 'cpu')") > 150
+    Shards are computed from whole operands and from their parts.
+    """
+    compared, of_shards = interpreted("check_all((1, 1500), 'cpu'), check_shards((7, 33), 'cpu')")
+    assert compared > 50
+    assert of_shards > 150
 
 
 def test_kernels_are_launched_on_the_device_of_their_operands(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -127,12 +125,12 @@ def test_kernels_are_launched_on_the_device_of_their_operands(monkeypatch: pytes
     assert launched == [(second,), (second,), ()]
 
 
-def interpreted(call: str) -> int:
-    """The number that a call of one of this module's functions returns under Triton's interpreter."""
-    code = f"from tests.workers.merging.kernels.test_cuda import check_all, check_shards; print({call})"
+def interpreted(calls: str) -> list[int]:
+    """The numbers that calls of this module's functions return in one process under Triton's interpreter."""
+    code = f"from tests.workers.merging.kernels.test_cuda import check_all, check_shards; print(*({calls}))"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
     finished = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
-    return int(finished.stdout)
+    return list(map(int, finished.stdout.split()))
