@@ -107,7 +107,6 @@ def run():
     number, files = probe(7), Path(probe.stats.cache_path).glob("probe.probe*.nbc")
     print(number, len(list(files)), sum(probe.stats.cache_hits.values()), flush=True)
 
-sys.path.insert(0, os.getcwd())
 for line in sys.stdin:
     if (child := os.fork()) == 0:
         run()
@@ -131,10 +130,9 @@ def test_compiled_code_of_another_version_is_not_used(tmp_path: Path) -> None:
     program = subprocess.Popen(
         [sys.executable, "-c", PROGRAM], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True, cwd=tmp_path
     )
-    assert program.stdin is not None
-    assert program.stdout is not None
 
     def run() -> tuple[int, int, int]:
+        assert program.stdout is not None
         print("run", file=program.stdin, flush=True)
         number, num_files, hits = map(int, program.stdout.readline().split())
         return number, num_files, hits

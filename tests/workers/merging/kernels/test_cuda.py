@@ -130,7 +130,7 @@ def interpreted(calls: str) -> list[int]:
     code = f"from tests.workers.merging.kernels.test_cuda import check_all, check_shards; print(*({calls}))"
     environment = {**os.environ, "TRITON_INTERPRET": "1"}  # read when Triton is imported
     finished = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=300, check=False
+        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=570, check=False
     )
     assert finished.returncode == 0, finished.stderr[-3000:]
     return list(map(int, finished.stdout.split()))
