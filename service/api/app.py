@@ -6,7 +6,6 @@ import asyncio
 from collections.abc import AsyncIterator, Callable, Iterable, Mapping
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from functools import cache
-from importlib.metadata import version
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +29,7 @@ from service.api.problems import install_handlers, refusals
 from service.api.protocols import Cluster
 from service.api.query import refuse_repetitions
 from service.api.ray_dashboard.forwarding import DashboardProxy
-from service.api.record_cache import RunRecords
+from service.api.record_cache import RunRecords, program_version
 from service.api.regular_cleaning import clean_regularly
 from service.api.request_counter import CountRequests, RequestCounter
 from service.api.request_tracing import TraceRequests
@@ -205,7 +204,6 @@ def create_app(
     if prefix:
         app.add_middleware(BelowPrefix, prefix=prefix)  # the last one added gets requests first
     install_handlers(app)
-    check_rules(app.routes)
     install_docs(app)
     install_pages(app)
     return app
@@ -220,7 +218,7 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
     """Create an application with the API's routes and their OpenAPI document, without middleware."""
     app = FastAPI(
         title="mergesearch",
-        version=version("mergesearch"),
+        version=program_version(),
         description=DESCRIPTION,
         lifespan=lifespan,
         redirect_slashes=False,
@@ -236,7 +234,8 @@ def _application(lifespan: Callable[[FastAPI], AbstractAsyncContextManager[None]
 def _router() -> APIRouter:
     """Router of all API routes except the routes of the documentation.
 
-    The router is created once per process, because its creation takes 0.2 s.
+    The router is created once per process, because its creation takes 0.2 s. Raises TypeError if a route declares no
+    access rule.
     """
     router = APIRouter()
     for part in (
@@ -262,4 +261,5 @@ def _router() -> APIRouter:
         )
     router.include_router(operations.router)
     router.include_router(ray_dashboard.router)
+    check_rules(router.routes)
     return router

@@ -6,6 +6,7 @@ import asyncio
 from collections import OrderedDict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from functools import cache
 from importlib.metadata import version
 from typing import Any, NamedTuple, TypeVar
 
@@ -17,7 +18,7 @@ from service.results.record import RunRecord
 from service.store import Store
 from service.types import TrialResult
 
-__all__ = ["RunRecords", "Version"]
+__all__ = ["RunRecords", "Version", "program_version"]
 
 # Studies in the cache. The record of a study with 10,000 trials takes about 70 MB.
 MAX_STUDIES = 4
@@ -29,6 +30,12 @@ MAX_THREADS = 4
 MAX_LARGE_READS = 2
 
 Result = TypeVar("Result")
+
+
+@cache
+def program_version() -> str:
+    """Version of mergesearch, which is read once per process: it takes 10 ms."""
+    return version("mergesearch")
 
 
 class Version(NamedTuple):
@@ -71,7 +78,7 @@ class RunRecords:
     def __init__(self, store: Store) -> None:
         self._store = store
         self._entries: OrderedDict[str, _Entry] = OrderedDict()
-        self._program = version("mergesearch")
+        self._program = program_version()
         self._threads = anyio.CapacityLimiter(MAX_THREADS)
         self._large_reads = anyio.CapacityLimiter(MAX_LARGE_READS)
 

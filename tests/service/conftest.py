@@ -23,9 +23,14 @@ OF_MIGRATIONS = ("test_upgrade.py", "test_migrate_database.py", "test_new_databa
 
 @pytest.fixture(scope="session", autouse=True)
 def _certificates() -> Iterator[None]:
-    """Read certificates once in each process: otherwise every client of httpx reads them, for 40 ms of a core."""
+    """Read certificates once in each process: otherwise every client of httpx and every server reads them.
+
+    That takes 40 ms of a core.
+    """
+    once = cache(httpx.create_ssl_context)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("httpx._transports.default.create_ssl_context", cache(httpx.create_ssl_context))
+        for module in ("httpx", "httpx._transports.default"):
+            patch.setattr(f"{module}.create_ssl_context", once)
         yield
 
 

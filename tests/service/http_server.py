@@ -58,7 +58,11 @@ class HttpServer:
     def start(self) -> None:
         listener = socket.create_server(("127.0.0.1", self.port))
         config = uvicorn.Config(
-            self._make_app(), log_level="critical", timeout_graceful_shutdown=self._grace_s, timeout_keep_alive=75
+            self._make_app(),
+            log_config=None,  # it takes 10 ms to set up
+            log_level="critical",
+            timeout_graceful_shutdown=self._grace_s,
+            timeout_keep_alive=75,
         )
         self._server = _Server(config)
         self._thread = threading.Thread(target=self._server.run, kwargs={"sockets": [listener]})

@@ -24,15 +24,14 @@ def copying(template: Path) -> Callable[[sa.Engine], None]:
     def upgrade(engine: sa.Engine) -> None:
         file = Path(engine.url.database or "")
         is_new = engine.url.get_backend_name() == "sqlite" and file.name not in ("", ":memory:") and not file.exists()
-        if is_new and os.access(file.parent, os.W_OK):
-            _copy(template, file)
-        migrations.upgrade(engine)
+        if not (is_new and os.access(file.parent, os.W_OK) and _copy(template, file)):
+            migrations.upgrade(engine)
 
     return upgrade
 
 
-def _copy(template: Path, file: Path) -> None:
-    """Copy the template to `file`, unless another thread or process creates the file at this moment."""
+def _copy(template: Path, file: Path) -> bool:
+    """Copy the template to `file`; return False if another thread or process creates the file at this moment."""
     if not template.exists():
         made = template.with_name(f"{template.name}-{os.getpid()}")
         engine = connect(sa.engine.make_url(f"sqlite:///{made}"))
@@ -45,6 +44,8 @@ def _copy(template: Path, file: Path) -> None:
     try:
         os.link(copy, file)
     except FileExistsError:
-        pass
+        return False
+    else:
+        return True
     finally:
         copy.unlink()
