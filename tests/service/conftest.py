@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import httpx
 import pytest
 
+from tests.service.forked_workers import ForkingContext
 from tests.service.new_databases import copying
 
 if TYPE_CHECKING:
@@ -41,6 +42,20 @@ def _new_databases(request: pytest.FixtureRequest, tmp_path_factory: pytest.Temp
         if request.path.name not in OF_MIGRATIONS:
             template = tmp_path_factory.getbasetemp() / "migrated.db"
             patch.setattr("service.store.database.upgrade", copying(template))
+        yield
+
+
+@pytest.fixture(scope="session")
+def _forks(_cache_of_findings: None) -> ForkingContext:
+    return ForkingContext()
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _forked_workers(request: pytest.FixtureRequest, _forks: ForkingContext) -> Iterator[None]:
+    """Let worker processes begin as forks of one process, except in the tests of worker processes."""
+    with pytest.MonkeyPatch.context() as patch:
+        if request.path.name != "test_worker_process.py":
+            patch.setattr("service.worker_process.CONTEXT", _forks)
         yield
 
 

@@ -264,6 +264,7 @@ def schema(server: ApiServer, chat: Served) -> Iterator[Any]:
         Schemathesis also sends names that it has seen in responses. Events are requested only of jobs that have ended,
         because other streams do not end. A key that was used before gets 409 for any body: bodies in JSON get new keys.
         """
+        kwargs["session"].trust_env = False  # as requests would look for a .netrc before each request
         parameters = case.path_parameters or {}
         is_positive = case.meta is None or case.meta.generation.mode.is_positive
         if is_positive and case.operation.path.endswith("/served/{served_id}/sharing"):
