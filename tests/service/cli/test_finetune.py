@@ -26,7 +26,7 @@ from workers.training.finetuning.fleet import load_pipeline
 @pytest.fixture
 def fleet(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setattr(resources, "OWN", HERE)
-    tiny_llama(tmp_path / "base")
+    tiny_llama(tmp_path / "base", layers=1)
     for name in ("math", "text"):
         rows = [json.dumps({"prompt": f"{name}{i}=", "completion": str(i)}) for i in range(12)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(rows) + "\n")
