@@ -168,7 +168,9 @@ def check_gone(processes: Iterable[Process], *, since: float, timeout_s: float, 
     """
     seconds = dict.fromkeys((each for each in processes if each.is_working or not working_only), float("inf"))
     assert any(process.is_working for process in seconds)
-    while float("inf") in seconds.values() and time.monotonic() - since < timeout_s:
+    is_last = False  # all are looked at once, however late this is called
+    while float("inf") in seconds.values() and not is_last:
+        is_last = time.monotonic() - since > timeout_s
         for process in [process for process, gone in seconds.items() if gone == float("inf")]:
             if process.is_gone:
                 seconds[process] = time.monotonic() - since
