@@ -223,6 +223,24 @@ def test_a_categorical_policy_draws_by_its_probabilities() -> None:
 
 
 @pytest.mark.parametrize("action", ACTIONS)
+def test_an_update_makes_what_scored_more_likely(action: Action, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The policy network learns, not only the value network, which chooses among the neighbours of Wolpertinger."""
+    own = learner(action, target_kl=0.1)
+    episodes = episodes_of(own, num=48)
+    outcomes = outcomes_of(episodes)
+    batch = EpisodeBatch.of(episodes, outcomes)
+    taken = batch.steps if action is Action.CATEGORICAL else batch.protos
+    before = actions_of(own, episodes).log_prob(taken)
+    monkeypatch.setattr(own, "_improve_value", lambda *_: ([torch.zeros(())], 0.0))  # the states stay
+    own.update(episodes, outcomes)
+    changes = torch.where(batch.is_step, actions_of(own, episodes).log_prob(taken) - before, 0.0)
+    changes_per_step = changes.sum(dim=1) / batch.is_step.sum(dim=1)
+    is_better = outcomes[:, 0] > outcomes[:, 0].median()
+    assert is_better.any()
+    assert changes_per_step[is_better].mean() > changes_per_step[~is_better].mean() + 0.01
+
+
+@pytest.mark.parametrize("action", ACTIONS)
 def test_a_policy_learns_what_scores(action: Action) -> None:
     own = learner(action)
     updated(own, 12)
