@@ -177,7 +177,8 @@ def check_gone(processes: Iterable[Process], *, since: float, timeout_s: float, 
         time.sleep(0.2)
     slowest = sorted(((gone, process.name) for process, gone in seconds.items()), reverse=True)
     print(f"\n{', '.join(f'{name} {gone:.1f} s' for gone, name in dict.fromkeys(slowest))} after the kill")
-    assert slowest[0][0] < float("inf"), "some are left"
+    left = [process for process, gone in seconds.items() if gone == float("inf")]
+    assert not left, f"{timeout_s:.0f} s after the kill these are left: {left}"
 
 
 def _known(process: psutil.Process) -> Process | None:

@@ -14,7 +14,7 @@ from tests.service.forked_workers import ForkingContext
 
 
 def seen() -> tuple[str | None, bool]:
-    """Of this process: the value of a variable, and whether modules were imported before the first call."""
+    """Return the value of a variable in this process, and whether modules were imported before its first call."""
     return os.environ.get("OF_THE_TEST"), "torch" in sys.modules
 
 
