@@ -42,7 +42,8 @@ SEARCHER_SOON_S = 0.03
 CPU_WAIT_S = 10.0
 ACTOR_START_S = 60.0
 
-# Seconds that an idle trial actor is kept for a new evaluation before it takes over one whose own actor still starts.
+# Seconds that an idle trial actor is kept for a new evaluation before it takes over one whose own actor waits for CPUs.
+# If that actor has its CPUs and is starting, the idle actor takes over after ACTOR_START_S seconds.
 IDLE_S = 3.0
 
 # Seconds that a run that is to end waits for the chunks that are being scored.
@@ -320,8 +321,10 @@ class _ChunkScheduler(_NotPickled, FIFOScheduler):
 class _IdleActors:
     """Rule by which a Tune `controller` gives idle trial actors to trials.
 
-    Trials that have no actor yet come first. A trial whose own actor is still starting gets an idle actor only after
-    that actor has been idle for IDLE_S seconds.
+    Trials that have no actor yet come first. A trial that has its own actor gets an idle actor only after this has been
+    idle for IDLE_S seconds if its own actor waits for CPUs, and for ACTOR_START_S seconds if its own actor is starting.
+    Tune ends an actor that is replaced so. A process may need 20 seconds to start on a busy machine, so with a short
+    wait new actors would be started and ended again and again.
     """
 
     def __init__(self, controller: Any) -> None:
@@ -333,20 +336,22 @@ class _IdleActors:
         self._controller._maybe_reuse_cached_actor = self.give
 
     def give(self, trial: Any) -> bool:
-        """Give an idle actor to `trial`, and return whether it got one.
-
-        A trial whose own actor is still starting gets no idle actor at first: the idle actor is kept for new trials for
-        IDLE_S seconds.
-        """
+        """Give an idle actor to `trial`, and return whether it got one."""
         is_idle = self._controller._actor_cache.has_cached_object(trial.placement_group_factory)
         if not is_idle:
             self._idle_since = None
         elif self._idle_since is None:
             self._idle_since = time.monotonic()
         idle_s = time.monotonic() - (self._idle_since or 0.0)
-        if is_idle and idle_s < IDLE_S and trial in self._controller._trial_to_actor:
+        if is_idle and idle_s < self._patience_s(trial):
             return False
         return bool(self._reuse(trial))
+
+    def _patience_s(self, trial: Any) -> float:
+        own = self._controller._trial_to_actor.get(trial)
+        if own is None:
+            return 0.0
+        return IDLE_S if own in self._controller._actor_manager.pending_actors else ACTOR_START_S
 
 
 def _count_memory_kills_as_deaths(actor_manager: Any) -> None:

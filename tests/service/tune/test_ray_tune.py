@@ -173,8 +173,11 @@ def test_the_driver_starts_with_the_trial_actors_that_it_gets(
 
 
 @pytest.mark.slow
-def test_a_trial_actor_that_starts_is_not_killed(ray_cluster: None, tmp_path: Path) -> None:
+def test_a_trial_actor_that_starts_is_not_killed(
+    ray_cluster: None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """After the death of a trial actor a single new one starts, although the others are idle again and again."""
+    monkeypatch.setattr(ray_tune, "IDLE_S", 0.1)  # a new actor has its CPUs, so this limit is not for it
 
     class DiesOnce(FakeScorer):
         def score(self, request: Any) -> Any:
