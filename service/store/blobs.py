@@ -233,7 +233,7 @@ class DirectoryBlobs:
     @contextmanager
     def _locked(self, operation: int) -> Iterator[None]:
         self._directory.mkdir(parents=True, exist_ok=True)
-        with (self._directory / LOCK).open("a") as file:
+        with (self._directory / LOCK).open("a+") as file:  # NFSv4 refuses shared locks on files that cannot be read
             fcntl.flock(file, operation)
             yield
 
