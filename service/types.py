@@ -176,6 +176,7 @@ class EventKind(StrEnum):
     ANALYSIS = "analysis"
     RESPONSES_REMOVED = "responses_removed"
     ENDPOINT = "endpoint"
+    ANSWERED = "answered"
 
 
 @dataclass(frozen=True)

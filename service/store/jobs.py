@@ -41,10 +41,12 @@ JOB_SORTS: Mapping[str, sa.ColumnElement[Any]] = {
     "priority": schema.studies.c.priority,
 }
 
-# Events after which drivers without a result are counted from zero: stored results, a request to resume, and drivers
-# that were asked to give their place up.
+# Events after which drivers without a result are counted from zero: stored results, answers of a served study, users'
+# requests, for which drivers end, and drivers that were asked to give their place up.
 RESULT_EVENTS = (
     EventKind.PREEMPTED,
+    EventKind.STEERED,
+    EventKind.ANSWERED,
     EventKind.RUNG,
     EventKind.TRIAL_STATE,
     EventKind.HOLDOUT_SCORED,
@@ -322,19 +324,24 @@ class JobStore(Database):
         An attempt is the work of one driver (a process that works on the job); the writer of an earlier attempt can no
         longer write. `because` says why another attempt was needed; None states no reason. If `as_driver` is True, the
         caller is a driver: its heartbeat is stored, and the attempt is refused while the servers are drained or the job
-        is paused. Raises NotFound if there is no such job. Raises StaleAttempt if the job was cancelled, or if a driver
-        may not begin now.
+        is paused. The number of a driver's attempt is at least that of its submission, so that drivers which were
+        submitted before and never began are no longer counted. Raises NotFound if there is no such job. Raises
+        StaleAttempt if the job was cancelled, or if a driver may not begin now.
         """
         table = schema.studies
+        values: dict[str, Any] = {"attempt": table.c.attempt + 1}
         with transaction(self._engine) as connection:
             if as_driver:
                 _lock_drains(connection, is_shared=True)
                 if _is_drained(connection):
                     raise StaleAttempt(f"job {job_id}: {DRAINED}")
+                has_absent = table.c.submissions > table.c.attempt + 1
+                values["attempt"] = sa.case((has_absent, table.c.submissions), else_=table.c.attempt + 1)
+                values["heartbeat_at"] = clock(connection)
             found = connection.execute(
                 sa.update(table)
                 .where(table.c.id == job_id)
-                .values(attempt=table.c.attempt + 1, **({"heartbeat_at": clock(connection)} if as_driver else {}))
+                .values(values)
                 .returning(table.c.attempt, table.c.state, table.c.is_paused)
             ).one_or_none()
             if found is None:
@@ -393,7 +400,7 @@ class JobStore(Database):
         """Number of a job's latest drivers in a row that ended, or failed to start, before they stored any result.
 
         A driver is a process that works on the job. Results are, for example, scored samples and finished trials; a
-        user's request to resume the job counts as a result too. Drivers that ended because a model, an engine or Ray
+        user's request that changes the job counts as a result too. Drivers that ended because a model, an engine or Ray
         was not available are not counted here but by the method `consecutive_waits`.
         """
         setbacks = self._setbacks(job_id)

@@ -144,8 +144,10 @@ class SteeringStore:
         waits = (JobState.FAILED.value, JobState.STOPPED.value, JobState.PAUSED.value)
         is_resumable = table.c.state.in_(waits) | ((table.c.state == JobState.COMPLETE.value) & has_void & ~has_removed)
         state = JobState.STOPPED.value
-        # The difference of these two numbers is the number of drivers that were submitted and never started.
-        has_absent = (table.c.state == JobState.FAILED.value) & (table.c.submissions > table.c.attempt)
+        # The difference of these two numbers is the number of drivers that were submitted and never started. A STOPPED
+        # job may have a driver that is starting.
+        is_at_rest = table.c.state.in_((JobState.FAILED.value, JobState.PAUSED.value))
+        has_absent = is_at_rest & (table.c.submissions > table.c.attempt)
         attempt = sa.case((has_absent, table.c.submissions), else_=table.c.attempt)
         with transaction(self._engine) as connection:
             changed = connection.execute(

@@ -109,7 +109,8 @@ def searches(jobs: Sequence[JobRecord], *, fingerprints: object, now: float) -> 
 class IdleTimer:
     """Timer of the time without requests to a served study; serving ends when the time reaches `limit_s` seconds.
 
-    `clock` returns seconds that never go back.
+    `clock` returns seconds that never go back. `num_requests` is the number of requests so far, and `has_answered` says
+    whether an engine has generated a part of an answer to one of them.
     """
 
     def __init__(self, limit_s: float, clock: Callable[[], float] = time.monotonic) -> None:
@@ -118,6 +119,7 @@ class IdleTimer:
         self._used_at = clock()
         self._num_in_use = 0
         self.num_requests = 0
+        self.has_answered = False
 
     def begin(self) -> None:
         """Record that a request to the served study begins; until it ends, the study does not count as idle."""

@@ -342,11 +342,13 @@ async def _parts(request: CompletionRequest, gate: Gate, timer: IdleTimer) -> As
             async with gate.turn, aclosing(completer.complete(_yielding(request, yields=True))) as parts:
                 async for part in parts:
                     _check(gate, completer)
+                    timer.has_answered = True
                     yield part
             return
         async with aclosing(completer.complete(_yielding(request, yields=False))) as parts:
             async for part in parts:
                 _check(gate, completer)
+                timer.has_answered = True
                 yield part
 
 

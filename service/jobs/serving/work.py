@@ -28,7 +28,7 @@ from service.jobs.serving.trials import ServedTrials
 from service.resolved_study import ResolvedStudy
 from service.store.documents import ENDPOINT
 from service.studies.preflight.dtype import with_stored_dtype
-from service.types import JobRecord, JobState
+from service.types import EventKind, JobRecord, JobState
 from workers.errors import EngineUnavailable, InvalidModel
 from workers.serving.deployment import runs_on_gpus
 
@@ -103,6 +103,7 @@ class _Serving:
         self._timer = timer
         self._shares = shares
         self._choice = Choice(None)
+        self._is_noted = False
 
     def run(self) -> str:
         """Select the engine that completes prompts, every POLL_S seconds; return the reason why serving ended."""
@@ -114,6 +115,9 @@ class _Serving:
                 self._gate.close("nothing: its study was deleted")
                 return "its study was deleted"
             self._follow(self._situation())
+            if self._timer.has_answered and not self._is_noted:
+                self._is_noted = True
+                self._attempt.writer.add_event(EventKind.ANSWERED, {})
             self._attempt.heartbeat.progress = {
                 "engine": None if self._choice.place is None else self._choice.place.value,
                 "requests": self._timer.num_requests,

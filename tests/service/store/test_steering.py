@@ -247,3 +247,25 @@ def test_benchmarks_and_edits_do_not_overwrite_each_other(store: Store, job: Job
     requests.add_benchmarks(read, {"x": 3}, names=["b"])
     assert edit(store, read, name="third") is None
     assert store.job(job.id).document == {"x": 3}
+
+
+def test_drivers_that_end_for_a_request_are_no_failures(store: Store, job: JobRecord) -> None:
+    """A driver that another one replaces, because a user has added a merge, does not count as failed."""
+    requests = SteeringStore(store)
+    for number in range(1, 6):
+        store.record_submission(job.id, number)
+        store.open_attempt(job.id, as_driver=True).set_state(JobState.RUNNING)
+        assert store.consecutive_failures(job.id) == 1
+        requests.enqueue_trial(job, f"merge {number}", configuration={"x": number}, steering=Steering("enqueue"))
+        assert store.consecutive_failures(job.id) == 0
+
+
+def test_a_pause_while_drivers_start_is_no_failure(store: Store, job: JobRecord) -> None:
+    requests = SteeringStore(store)
+    for number in range(1, 6):
+        store.record_submission(job.id, number)
+        requests.pause(job.id, steering=Steering("pause"))
+        with pytest.raises(StaleAttempt, match="is paused"):
+            store.open_attempt(job.id, as_driver=True)
+        requests.resume(job.id, reason="again", steering=Steering("resume"))
+        assert store.consecutive_failures(job.id) == 0

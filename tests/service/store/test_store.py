@@ -20,6 +20,7 @@ from search_spaces.recipe import LayerRecipe, Merge, Recipe, Source
 from service.errors import Conflict, NotFound, StaleAttempt
 from service.resolved_study import ResolvedStudy
 from service.store import BracketRecord, JobWriter, JudgmentRecord, SampleText, Store, schema
+from service.store.documents import ENDPOINT
 from service.store.exports import ExportStore
 from service.store.samples import _unpack_texts as unpack
 from service.store.steering import SteeringStore
@@ -774,6 +775,32 @@ def test_attempts_count_as_failures_until_a_result_is_stored(store: Store) -> No
     assert store.consecutive_failures(study) == 0
     store.open_attempt(study)
     assert store.consecutive_failures(study) == 1
+
+
+def test_drivers_that_never_began_count_until_one_begins(store: Store) -> None:
+    """Drivers that never began, each followed by one that stored results, do not add up over the life of a job."""
+    study = store.create_job(kind="search", name="a", document={}, accepted=RESOLVED.to_json()).id
+    for number in (1, 2, 3):
+        store.record_submission(study, number)
+        assert store.consecutive_failures(study) == number
+    for number in (4, 6, 8):
+        store.record_submission(study, number)
+        writer = store.open_attempt(study, as_driver=True)
+        assert writer.attempt == number
+        writer.add_event(EventKind.TRIAL_STATE, {"trial": 3})
+        assert store.consecutive_failures(study) == 0
+        store.record_submission(study, number + 1)  # it never begins
+        assert store.consecutive_failures(study) == 1
+
+
+def test_answers_of_a_served_study_are_results(store: Store) -> None:
+    served = store.create_job(kind="serving", name="a", document={}, accepted={}).id
+    for _ in range(2):
+        attempt = store.open_attempt(served)
+        attempt.set_document_named(ENDPOINT, {"url": "http://head:8700"})
+        assert store.consecutive_failures(served) == 1, "an endpoint without an engine is no result"
+        attempt.add_event(EventKind.ANSWERED, {})
+        assert store.consecutive_failures(served) == 0
 
 
 def test_a_stored_chunk_is_a_result_too(store: Store, writer: JobWriter) -> None:

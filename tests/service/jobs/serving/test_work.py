@@ -111,6 +111,7 @@ def test_driver_serves_until_it_is_idle(site: Site) -> None:
     study = finished(site).job_id
     with Driver(site, study, idle_minutes=0.03) as driver:
         driver.until(driver.answers)
+        driver.until(lambda: site.store.consecutive_failures(driver.job.id) == 0)
         digest = site.store.trial(study, 0).recipe.digest
         answer = driver.ask().json()
         assert answer["choices"][0]["text"] == f"{digest[:8]} one two"

@@ -5,5 +5,6 @@ export const KINDS = [
   'trial_state', 'replica', 'crash', 'actors', 'database', 'search_note', 'search_ended', 'stopping',
   'holdout_started', 'holdout_scored', 'holdout_failed', 'benchmarks_added', 'benchmarks_started', 'benchmark_scored',
   'benchmark_failed', 'out_of_range', 'verification', 'engine_fault', 'scored_again', 'texts_deleted', 'canaries',
-  'training', 'study', 'analysis', 'responses_removed', 'endpoint', 'progress', 'end', 'start', 'added', 'removed',
+  'training', 'study', 'analysis', 'responses_removed', 'endpoint', 'answered', 'progress', 'end', 'start', 'added',
+  'removed',
 ]

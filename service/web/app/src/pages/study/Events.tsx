@@ -9,8 +9,8 @@ import { eventsRoute } from '../../router'
 import { sentenceOf } from './eventSentence'
 import { useStudy } from './StudyLayout'
 
-// Frames of event streams that are no events.
-const STREAMED = new Set(['progress', 'end', 'training', 'study', 'analysis', 'endpoint'])
+// Frames of event streams that are no events, and events of other jobs than studies.
+const STREAMED = new Set(['progress', 'end', 'training', 'study', 'analysis', 'endpoint', 'answered'])
 const OPTIONS = KINDS.filter((kind) => !STREAMED.has(kind)).map((kind) => ({
   value: kind,
   label: kind.replaceAll('_', ' '),
