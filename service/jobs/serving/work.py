@@ -18,7 +18,7 @@ from service.engine_machines import gpu_need
 from service.errors import Conflict, NotFound
 from service.jobs.base import Attempt
 from service.jobs.completers import Completers, Place
-from service.jobs.heartbeat import ENGINE
+from service.jobs.heartbeat import ENGINE, PATIENCE_FACTOR
 from service.jobs.serving.endpoint import PORTS
 from service.jobs.serving.engines import Choice, IdleTimer, Situation, choose, searches
 from service.jobs.serving.models import engine_models
@@ -31,6 +31,7 @@ from service.studies.preflight.dtype import with_stored_dtype
 from service.types import EventKind, JobRecord, JobState
 from workers.errors import EngineUnavailable, InvalidModel
 from workers.serving.deployment import runs_on_gpus
+from workers.serving.watchdog import TimeLimits
 
 __all__ = ["work"]
 
@@ -58,6 +59,7 @@ def work(attempt: Attempt) -> None:
         )
     except InvalidModel as error:  # it may be on a disk that is not there now
         raise EngineUnavailable(str(error)) from error
+    attempt.heartbeat.min_patience_s = PATIENCE_FACTOR * TimeLimits.of_family(family).start_s
     idle_s = 60.0 * request.idle_minutes
     timer, gate, secret = IdleTimer(idle_s), Gate(), secrets.token_urlsafe(32)
     app = openai_app(ServedTrials(attempt.store, study.id), gate, secret=secret, timer=timer)

@@ -106,8 +106,9 @@ def finished(site: Site) -> JobWriter:
     return writer
 
 
-def test_driver_serves_until_it_is_idle(site: Site) -> None:
+def test_driver_serves_until_it_is_idle(site: Site, monkeypatch: pytest.MonkeyPatch) -> None:
     """A driver completes prompts with the merges of a study, reports it, and ends when no request comes."""
+    monkeypatch.setattr("service.jobs.heartbeat.PREPARING_PATIENCE_S", 60.0)
     study = finished(site).job_id
     with Driver(site, study, idle_minutes=0.03) as driver:
         driver.until(driver.answers)
@@ -119,6 +120,7 @@ def test_driver_serves_until_it_is_idle(site: Site) -> None:
         assert driver.record.reason == "no request came for the time after which serving ends"
         assert driver.ask().status_code == 410
     assert driver.code == 0
+    assert driver.record.patience_s == 3600, "an engine may take half an hour to start"
     assert driver.completers.history == ["open scorer"]
     progress = driver.record.progress
     assert progress is not None
