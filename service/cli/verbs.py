@@ -260,6 +260,7 @@ def back_up(options: argparse.Namespace) -> int:
             store,
             options.files or artifacts_dir(data_dir),
             options.out.resolve(),
+            data_dir=data_dir,
             note=partial(print, file=sys.stderr, flush=True),
         )
     finally:
@@ -289,6 +290,7 @@ def restore(options: argparse.Namespace) -> int:
                 options.backup,
                 store,
                 options.files or artifacts_dir(data_dir),
+                data_dir=data_dir,
                 note=partial(print, file=sys.stderr, flush=True),
             )
         finally:

@@ -4,7 +4,8 @@ A backup is a directory:
 
 - `backup.json`: version and time of the backup, sha256 of its database, and the number and sha256 of each table's rows
 - `database-DIGEST.db`: all tables, read at one moment, as an SQLite file, whatever database the server uses
-- `files/blobs/`: the files of all artifacts that the database names, each under its sha256
+- `files/blobs/`: the files of all artifacts that the database names, and the alignments of studies, which the server
+  keeps with the working files of their drivers; each file is under its sha256
 
 `backup.json` is replaced last. A process that is killed at any moment therefore leaves the previous backup complete. A
 later backup into the same directory copies only files that the directory does not have yet.
@@ -16,7 +17,7 @@ import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated
@@ -24,16 +25,17 @@ from typing import Annotated
 import sqlalchemy as sa
 from pydantic import Field, TypeAdapter, ValidationError
 
-from service.disk import locked
+from service.disk import alignments_dir, job_dir, locked
 from service.errors import Conflict
 from service.store import schema
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BlobStore, DirectoryBlobs, digest_of, open_blobs
-from service.store.documents import ENDPOINT
+from service.store.documents import ALIGNMENTS, ENDPOINT
 from service.store.exports import ExportStore
 from service.store.move import MovedTable, check_empty, copy_tables
 from service.store.sql import Store
 from service.types import DeliveryState, JobState
+from workers.alignments.files import stored_file
 from workers.directories import replacing, sync
 
 __all__ = ["Backup", "Restored", "back_up", "read_backup", "restore"]
@@ -60,7 +62,7 @@ class Backup:
     - `tables`: the copied tables, each with its number of rows and the sha256 of the rows.
     - `jobs`, `unfinished_jobs`: number of all jobs, and number of the jobs that have not ended.
     - `files`, `bytes`: number and total size in bytes of the files of artifacts (models and policies that jobs
-      trained).
+      trained) and of alignments.
     """
 
     format: int
@@ -97,15 +99,19 @@ MANIFESTS = TypeAdapter(Backup)
 # -- backing up --------------------------------------------------------------------------------------------------------
 
 
-def back_up(store: Store, files: str | Path, out: Path, *, note: Callable[[str], None] = lambda _: None) -> Backup:
+def back_up(
+    store: Store, files: str | Path, out: Path, *, data_dir: Path, note: Callable[[str], None] = lambda _: None
+) -> Backup:
     """Write a backup of a server's database and stored files to the directory `out`.
 
     `store` is the database. `files` is the directory or object store with the models and policies that jobs have
-    trained (artifacts). Servers, and the processes that work on jobs, may run meanwhile, because all tables are read at
-    one moment. If `files` is a directory, files that are deleted meanwhile stay until the backup is complete. Exports
-    (merged models for download) and working files, such as checkpoints of trainings, are not copied. `out` may hold an
-    earlier backup, which is replaced when the new backup is complete. `note` is called with messages about the
-    progress.
+    trained (artifacts). `data_dir` is the server's data directory, which has the alignments of studies (learned maps
+    between layers) if `files` is a directory; an alignment that is missing there, or damaged, is left out. Servers, and
+    the processes that work on jobs, may run meanwhile, because all tables are read at one moment. If `files` is a
+    directory, files that are deleted meanwhile stay until the backup is complete. Exports (merged models for download)
+    and other working files, such as checkpoints of trainings, are not copied. `out` may hold an earlier backup, which
+    is replaced when the new backup is complete. `note` is called with messages about the progress and about alignments
+    that are left out.
 
     Raises:
         Conflict: `out` has files that are no part of a backup, or a stored file is gone or has changed since it was
@@ -126,11 +132,14 @@ def back_up(store: Store, files: str | Path, out: Path, *, note: Callable[[str],
                 with store.snapshot() as snapshot:
                     tables = copy_tables(snapshot, copy, note=note)
                 digests = ArtifactStore(copy, files).used()
+                alignments = _alignments(copy)
                 num_jobs, num_unfinished = len(copy.jobs()), len(copy.unfinished_jobs())
             for number, digest in enumerate(sorted(digests), 1):
                 _transfer(source, target, digest, Path(scratch))
                 if number % PROGRESS_FILES == 0 or number == len(digests):
                     note(f"files: {number} of {len(digests)}")
+            for study, names in alignments.items():
+                digests |= _add_alignments(target, alignments_dir(job_dir(data_dir, study)), names - digests, note)
             backup = Backup(
                 FORMAT, schema.REVISION, created_at, digest_of(file), tuple(tables), num_jobs, num_unfinished,
                 len(digests), sum(_size(target, digest) for digest in digests),
@@ -183,6 +192,38 @@ def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) 
     file.unlink()
 
 
+def _alignments(store: Store) -> dict[str, frozenset[str]]:
+    """The digests of the alignments (learned maps between layers) of each study that has any, keyed by the study's id.
+
+    A digest is the sha256 of an alignment's file, and also the file's name.
+    """
+    table = schema.documents.c
+    with store.reading() as connection:
+        rows = connection.execute(sa.select(table.study, table.document).where(table.name == ALIGNMENTS)).all()
+    return {study: frozenset(name for *_, name in document) for study, document in rows}
+
+
+def _add_alignments(
+    target: DirectoryBlobs, directory: Path, names: Collection[str], note: Callable[[str], None]
+) -> frozenset[str]:
+    """Copy the alignments `names` of a study from its `directory` to `target`, and return the names of those copied.
+
+    An alignment that is missing or damaged is left out, and `note` is called with its name: the study is complete
+    without it, but its merges cannot be exported.
+    """
+    copied = set()
+    for name in sorted(names):
+        file = stored_file(directory, name)
+        with contextlib.suppress(FileNotFoundError):
+            if target.stored(name) is None and digest_of(file) == name:
+                target.add(file)
+        if target.stored(name) is None:
+            note(f"{file}: is missing or damaged, so that the backup has no such alignment")
+        else:
+            copied.add(name)
+    return frozenset(copied)
+
+
 def _size(blobs: BlobStore, digest: str) -> int:
     stored = blobs.stored(digest)
     assert stored is not None
@@ -222,14 +263,21 @@ def read_backup(directory: Path) -> Backup:
 
 
 def restore(
-    directory: Path, target: Store, files: str | Path, *, note: Callable[[str], None] = lambda _: None
+    directory: Path,
+    target: Store,
+    files: str | Path,
+    *,
+    data_dir: Path,
+    note: Callable[[str], None] = lambda _: None,
 ) -> Restored:
     """Restore a backup to the empty database of `target`, and the files of jobs to the location `files`.
 
-    `directory` has the backup. The files of jobs are, for example, trained models. The files are restored first, and
-    the database last, in one transaction. If a restoration is interrupted, the database is still empty, and the same
-    call continues. Jobs that had not ended are continued by the next server. Exports (merged models for download) must
-    be requested again, since their files are not part of a backup. `note` is called with messages about the progress.
+    `directory` has the backup. The files of jobs are, for example, trained models. Alignments of studies (learned maps
+    between layers) that are no artifacts are restored to `data_dir`, the data directory of the new server. The files
+    are restored first, and the database last, in one transaction. If a restoration is interrupted, the database is
+    still empty, and the same call continues. Jobs that had not ended are continued by the next server. Exports (merged
+    models for download) must be requested again, since their files are not part of a backup. `note` is called with
+    messages about the progress.
 
     Raises:
         Conflict: There is no complete backup in `directory`, one of its files is missing or has changed, or the
@@ -246,6 +294,12 @@ def restore(
                 _transfer(source, blobs, digest, Path(scratch))
                 if number % PROGRESS_FILES == 0 or number == len(digests):
                     note(f"files: {number} of {len(digests)}")
+            for study, names in _alignments(copy).items():
+                for name in sorted(names.difference(digests)):
+                    file = stored_file(alignments_dir(job_dir(data_dir, study)), name)
+                    if source.stored(name) is not None and not file.exists():
+                        with replacing(file) as new:
+                            source.copy(name, new)
             removed = len(ExportStore(copy).exports())
             copy_tables(copy, target, change=_detach, note=note)
     return Restored(backup, removed)

@@ -15,6 +15,7 @@ from search_spaces.objectives import Direction, Objective
 from workers.types import VerificationReport
 
 __all__ = [
+    "ALIGNMENTS",
     "ALIGNMENT_COST",
     "ATTACKS",
     "BENCHMARKS",
@@ -50,6 +51,8 @@ __all__ = [
 
 CANARIES, POLICY_START, VERIFICATION, WARM_START = "canaries", "policy_start", "verification", "warm_start"
 RESPONSES, ALIGNMENT_COST = "responses", "alignment_cost"
+# The names of a study's alignments, each of which is the sha256 of a file, in rows [layer, layer, name].
+ALIGNMENTS = "alignments"
 # The address and the secret of the HTTP application of a served study's driver.
 ENDPOINT = "endpoint"
 # The evaluations, as [trial, rung], that were running when a study's search was asked to end early.

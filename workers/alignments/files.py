@@ -10,14 +10,17 @@ from __future__ import annotations
 import hashlib
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from search_spaces.errors import InvalidRecipe
-from workers.alignments.alignment import Alignment
 from workers.cache import cache_dir
 from workers.directories import write_file
 from workers.object_store import ObjectStore, is_object_url
 
-__all__ = ["is_stored", "read_alignment", "store_alignment", "write_alignment"]
+if TYPE_CHECKING:
+    from workers.alignments.alignment import Alignment
+
+__all__ = ["is_stored", "read_alignment", "store_alignment", "stored_file", "write_alignment"]
 
 DIGEST = re.compile(r"^[0-9a-f]{64}$")
 
@@ -43,7 +46,7 @@ def store_alignment(directory: str | Path, content: bytes) -> str:
     """
     digest = hashlib.sha256(content).hexdigest()
     if not is_stored(directory, digest):
-        write_file(_file(directory, digest), content)
+        write_file(stored_file(directory, digest), content)
     return digest
 
 
@@ -53,7 +56,7 @@ def is_stored(directory: str | Path, digest: str) -> bool:
     `digest` is the sha256 of the file's content, and also the file's name.
     """
     try:
-        return hashlib.sha256(_file(directory, digest).read_bytes()).hexdigest() == digest
+        return hashlib.sha256(stored_file(directory, digest).read_bytes()).hexdigest() == digest
     except OSError:
         return False
 
@@ -75,11 +78,13 @@ def read_alignment(directory: str | Path, digest: str, *, layer: int, hidden_siz
 def _read(directory: str | Path, digest: str, hidden_size: int) -> Alignment:
     from safetensors.torch import load
 
+    from workers.alignments.alignment import Alignment  # imports torch
+
     if not DIGEST.match(digest):
         raise InvalidRecipe("expected the sha256 of a file, 64 hex digits")
     if not str(directory):
         raise InvalidRecipe("these models were opened without a directory of alignments (Family.alignments_dir)")
-    file = _file(directory, digest)
+    file = stored_file(directory, digest)
     try:
         if is_object_url(str(directory)):
             file = _downloaded(str(directory), digest)
@@ -106,8 +111,9 @@ def _downloaded(url: str, digest: str) -> Path:
     directory = cache_dir() / "alignments"
     if not is_stored(directory, digest):
         store_alignment(directory, ObjectStore(url).read(f"blobs/{digest[:2]}/{digest[2:]}"))
-    return _file(directory, digest)
+    return stored_file(directory, digest)
 
 
-def _file(directory: str | Path, digest: str) -> Path:
+def stored_file(directory: str | Path, digest: str) -> Path:
+    """Path of the file of the alignment `digest` in `directory`; the file need not exist."""
     return Path(directory) / f"{digest}.safetensors"

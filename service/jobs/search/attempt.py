@@ -29,6 +29,7 @@ from service.store import JobWriter, SampleText, Store
 from service.store.artifacts import ArtifactStore
 from service.store.documents import (
     ALIGNMENT_COST,
+    ALIGNMENTS,
     BENCHMARKS,
     CANARIES,
     CONTAMINATION,
@@ -60,7 +61,7 @@ from workers.models.modalities import modality_of_task
 from workers.serving.watchdog import TimeLimits
 from workers.types import CanaryReport, Scorer, Split, TaskSpec
 
-__all__ = ["ALIGNMENTS", "described_recipes", "execute", "stored_alignments", "values_ci95", "with_alignments"]
+__all__ = ["described_recipes", "execute", "stored_alignments", "values_ci95", "with_alignments"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,9 +75,6 @@ MAX_PICTURE_BYTES = 8 * 2**20
 
 # After this many seconds without a result, a driver checks whether an engine is starting, and repeats this as often.
 ENGINE_CHECK_S = 15.0
-
-# Name of the document that lists a study's alignments.
-ALIGNMENTS = "alignments"
 
 
 def with_alignments(

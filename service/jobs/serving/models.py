@@ -15,6 +15,7 @@ from service.disk import alignments_dir, job_dir
 from service.errors import Conflict
 from service.resolved_study import ResolvedStudy
 from service.store.artifacts import ArtifactStore
+from service.store.documents import ALIGNMENTS
 from service.studies.preflight.examine import built_space
 from service.studies.preflight.files import check_files
 from service.studies.preflight.models import with_revisions
@@ -53,8 +54,10 @@ def engine_models(
     left: dict[str, Any] = {"gpu_share_left": resolved.gpu_share_left, "merges_parts": merges_parts(study, sources)}
     options = study.engine.options.model_copy(update=left)
     if isinstance(space, AlignedSpace) and space.alignment != "none":
+        # A study that was restored from a backup, or is older than the object store, has its alignments on the disk.
+        is_remote = any(artifact.name == ALIGNMENTS for artifact in artifacts.of(record.id))
         own = str(alignments_dir(job_dir(data_dir, record.id)).resolve())
-        family = replace(family, alignments_dir=artifacts.remote or own)
+        family = replace(family, alignments_dir=(is_remote and artifacts.remote) or own)
     if isinstance(space, LayeredSpace):
         options = options.model_copy(update={"max_layers": space.max_layers})
     return family, options

@@ -18,24 +18,35 @@ from typing import Any
 import pytest
 
 from service.cli.main import main
-from service.disk import locked
+from service.disk import alignments_dir, job_dir, locked
 from service.errors import Conflict, InUse
 from service.store import Store, schema
 from service.store import backup as backups
 from service.store.accounts import Actor
 from service.store.artifacts import ArtifactStore
-from service.store.backup import MANIFEST, back_up, read_backup, restore
+from service.store.backup import MANIFEST, Backup, Restored, read_backup
 from service.store.blobs import DirectoryBlobs
-from service.store.documents import ENDPOINT, WARM_START
+from service.store.documents import ALIGNMENTS, ENDPOINT, WARM_START
 from service.store.notifications import NotificationStore
 from service.types import Coverage, JobState, NoticeKind
 from tests.s3_server import S3
 from tests.service.store.test_move import filled, rows_of
 from tests.service.store.test_store import TRIAL
+from workers.alignments.files import is_stored, store_alignment, stored_file
 
 ROOT = Path(__file__).parents[3]
 DETACHED: dict[str, list[Any]] = {table: [] for table in ("exports", "drains", "notices", "waits", "deliveries")}
 FILES = {"model.safetensors": b"weights", "config.json": b"{}", "folder/tokenizer.json": b"tokens"}
+
+
+def back_up(store: Store, files: str | Path, out: Path, **options: Any) -> Backup:
+    """Make a backup of a server whose data directory is the folder `data` beside the backup."""
+    return backups.back_up(store, files, out, data_dir=out.parent / "data", **options)
+
+
+def restore(directory: Path, target: Store, files: str | Path, **options: Any) -> Restored:
+    """Restore a backup to a server whose data directory is the folder `new` beside the backup."""
+    return backups.restore(directory, target, files, data_dir=directory.parent / "new", **options)
 
 
 @pytest.fixture
@@ -109,6 +120,40 @@ def test_a_backup_restores_to_the_same_kind(
     target.close()
     if not is_sqlite:
         request.getfixturevalue("postgresql").drop(url)
+
+
+def test_a_backup_has_the_alignments_of_studies(tmp_path: Path) -> None:
+    """Merges of a restored study can be exported: its alignments are at their place again, but for one that was lost.
+
+    Alignments are stored with the artifacts only if these are in an object store.
+    """
+    place, new = tmp_path / "data", tmp_path / "new"
+    store = empty(place)
+    studies = [store.create_job(kind="search", name=name, document={}, accepted={}).id for name in ("a", "b")]
+    directories = [alignments_dir(job_dir(place, study)) for study in studies]
+    both, _ = (store_alignment(directory, b"of both studies") for directory in directories)
+    one, lost, damaged = (store_alignment(directories[0], content) for content in (b"of one", b"lost", b"damaged"))
+    stored_file(directories[0], lost).unlink()
+    stored_file(directories[0], damaged).write_bytes(b"other bytes")
+    for study, names in zip(studies, ([both, one, lost, damaged], [both]), strict=True):
+        rows = [[["a", layer], ["b", layer + 1], name] for layer, name in enumerate(names)]
+        store.open_attempt(study).set_document_named(ALIGNMENTS, rows)
+    notes: list[str] = []
+    backup = back_up(store, place / "artifacts", tmp_path / "backup", note=notes.append)
+    assert backup.files == 2
+    missing = [note for note in notes if "is missing or damaged" in note]
+    assert sorted(note.split(":")[0] for note in missing) == sorted(
+        str(stored_file(directories[0], name)) for name in (lost, damaged)
+    )
+    assert back_up(store, place / "artifacts", tmp_path / "backup").files == 2, "the next backup keeps them"
+    store.close()
+    target = empty(new)
+    restore(tmp_path / "backup", target, new / "artifacts")
+    target.close()
+    restored = [alignments_dir(job_dir(new, study)) for study in studies]
+    assert sorted(file.stem for file in restored[0].iterdir()) == sorted([both, one])
+    assert [file.name for file in restored[1].iterdir()] == [f"{both}.safetensors"]
+    assert all(is_stored(restored[0], name) for name in (both, one))
 
 
 def test_a_backup_is_of_one_moment(store: Store, tmp_path: Path) -> None:
@@ -187,7 +232,7 @@ def back_up(limit, url, files, out):
         return trace
     store = Store(url)
     sys.settrace(trace)
-    backups.back_up(store, files, Path(out))
+    backups.back_up(store, files, Path(out), data_dir=Path(out).parent)
     sys.settrace(None)
     return lines
 
