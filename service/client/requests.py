@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import re
+import time
 import uuid
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -37,8 +38,15 @@ __all__ = [
 
 T = TypeVar("T")
 
+GATEWAY_TIMEOUT = 504
+
 # Pauses before the retries of a request whose connection was lost: in total long enough for a server to restart.
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
+
+# Seconds for which a submission is sent again, with its idempotency key, while its response takes too long for the
+# client or for a proxy, and the pause before it is. The server checks a study for at most half an hour.
+CHECKS_S = 3600.0
+CHECK_PAUSE_S = 1.0
 
 
 @dataclass(frozen=True)
@@ -73,12 +81,14 @@ class Response:
 class TransportError:
     """Failure of a request to the address `url`: no complete response came, for the given `reason`.
 
-    If `was_cut` is True, a connection was made and then lost; otherwise no connection could be made.
+    If `was_cut` is True, a connection was made and then lost. If `is_late` is True, the response took longer than the
+    client waits for one. Otherwise no connection could be made.
     """
 
     url: str
     reason: str
     was_cut: bool
+    is_late: bool = False
 
 
 Reference: TypeAlias = "str | JobDocument"
@@ -132,17 +142,18 @@ def _no_server(response: Response, why: str) -> InvalidAnswer:
     return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
 
 
-def document_of(call: Call, *, repeats: bool = True) -> Flow[dict[str, Any]]:
+def document_of(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[dict[str, Any]]:
     """Generator that sends a request and returns the JSON object in the response.
 
-    If `repeats` is True, the request is sent again after a lost connection.
+    If `repeats` is True, the request is sent again after a lost connection, and for `patience_s` seconds also if its
+    response takes too long.
 
     Raises:
         InvalidAnswer: The response is no JSON object, or not from a mergesearch server.
         RequestRefused: The server refused the request.
         ServerUnreachable: No server answered.
     """
-    response = yield from respond(call, repeats=repeats)
+    response = yield from respond(call, repeats=repeats, patience_s=patience_s)
     document = _parsed(response)
     if not isinstance(document, dict):
         raise _no_server(response, "no JSON object")
@@ -154,12 +165,13 @@ def text_of(call: Call) -> Flow[str]:
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
-def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
+def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[Response]:
     """Generator that sends a request, repeats it after a lost connection, and returns the response (status 2xx).
 
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
     unreachable at the first attempt is reported immediately. If `repeats` is False, the request is never sent again,
-    because a second request would change the server a second time.
+    because a second request would change the server a second time. For `patience_s` seconds, the request is also sent
+    again if its response took too long for the client or for a proxy (status 504).
 
     Raises:
         RequestRefused: The server refused the request.
@@ -168,6 +180,7 @@ def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
     """
     pauses_s = iter(RETRY_PAUSES_S if repeats else ())
     is_first = True
+    until = time.monotonic() + patience_s
     while True:
         outcome = yield call
         assert outcome is not None
@@ -177,10 +190,15 @@ def respond(call: Call, *, repeats: bool = True) -> Flow[Response]:
             error: Exception = refusal(outcome)
             if isinstance(error, RequestRefused) or outcome.status < 500:
                 raise error
+            is_late = outcome.status == GATEWAY_TIMEOUT
         else:
-            error = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}")
-            if is_first and not outcome.was_cut:
-                raise error
+            error, is_late = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}"), outcome.is_late
+        if is_late and time.monotonic() < until:
+            is_first = False
+            yield CHECK_PAUSE_S
+            continue
+        if is_first and isinstance(outcome, TransportError) and not outcome.was_cut:
+            raise error
         pause_s = next(pauses_s, None)
         if pause_s is None:
             raise error
@@ -196,7 +214,7 @@ def submitted(
     `path` is the path of a kind of job, such as "/v1/studies". `document` is the content of the file that describes the
     job, and `query` has the parameters of the URL's query. With the same `idempotency_key`, a repeated request creates
     no second job. If the key is None, a random key is used, so that the request can be repeated after a lost
-    connection.
+    connection, and while the server checks the job for longer than the client, or a proxy, waits for a response.
 
     Raises:
         InvalidStudy: `document` cannot be written as JSON.
@@ -219,7 +237,7 @@ def submitted(
             }
         )
     headers = {"Content-Type": "application/json", "Idempotency-Key": key}
-    return (yield from document_of(Call("POST", path, query, headers, content)))
+    return (yield from document_of(Call("POST", path, query, headers, content), patience_s=CHECKS_S))
 
 
 def _parsed(response: Response) -> Any:

@@ -94,7 +94,7 @@ def lost(url: str, error: httpx.RequestError) -> TransportError:
     import httpx
 
     was_there = isinstance(error, httpx.ReadError | httpx.WriteError | httpx.CloseError | httpx.RemoteProtocolError)
-    return TransportError(url, reason_of(error), was_cut=was_there)
+    return TransportError(url, reason_of(error), was_cut=was_there, is_late=isinstance(error, httpx.ReadTimeout))
 
 
 def reason_of(error: Exception) -> str:

@@ -23,6 +23,7 @@ from service.auth import settings
 from service.auth.settings import GroupRole
 from service.auth.tokens import given_token
 from service.cli import main as command_line
+from service.jobs.finetune.request import LOCAL_DATA
 from service.types import Role
 from tests.deploy import kuberay
 from tests.deploy.chart import CHART, NAMESPACE, PROFILES, RELEASE, Helm, Manifests, values_of
@@ -207,6 +208,31 @@ def test_browsers_log_in_by_the_values(helm: Helm) -> None:
     assert settings.VARIABLE not in json.dumps(helm.manifests("multi-gpu").objects)
 
 
+@pytest.mark.parametrize(
+    ("given", "is_shared"),
+    [((), False), (("--set", "data.workers=true"), True), (("--set", "artifacts.url="), True)],
+    ids=["object store", "object store and volume", "volume"],
+)
+def test_fine_tunings_have_the_volume_or_are_refused(helm: Helm, given: tuple[str, ...], is_shared: bool) -> None:
+    manifests = helm.manifests("multi-gpu", *given)
+    pods = [pod for pod in manifests.pods if pod.is_ray]
+    assert {pod.component for pod in pods} == {"ray-head", "ray-worker"}
+    for pod in pods:
+        (data,) = [volume for volume in pod.spec["volumes"] if volume["name"] == "data"]
+        assert ("persistentVolumeClaim" in data) is is_shared
+        refuses = [LOCAL_DATA in environment(each) for each in pod.containers if each["name"].startswith("ray-")]
+        assert refuses == [pod.component == "ray-head" and not is_shared]
+
+
+def test_the_ingress_waits_for_checks_of_studies(helm: Helm) -> None:
+    """ingress-nginx would answer 504 after a minute; annotations of the user are added."""
+    manifests = helm.manifests("multi-gpu", "--set", "ingress.annotations.team=red")
+    (ingress,) = manifests.of("Ingress")
+    annotations = ingress["metadata"]["annotations"]
+    assert float(annotations["nginx.ingress.kubernetes.io/proxy-read-timeout"]) > 2 * preflight_process.Limits().time_s
+    assert annotations["team"] == "red"
+
+
 def test_mail_server_and_hosts_of_webhooks_are_given(helm: Helm) -> None:
     """The server gets the options of notifications, and the password from the named Secret; without them, none."""
     variable = "MERGESEARCH_SMTP_PASSWORD"
@@ -246,7 +272,7 @@ def test_variables_are_those_that_mergesearch_reads(rendered: Rendered) -> None:
         if each["name"].startswith("MERGESEARCH_")
     }
     sources = "".join(file.read_text() for room in ("service", "workers") for file in (ROOT / room).rglob("*.py"))
-    assert names == {"MERGESEARCH_DATABASE", "MERGESEARCH_CACHE", "MERGESEARCH_ENGINE_NODES"}
+    assert names == {LOCAL_DATA, "MERGESEARCH_DATABASE", "MERGESEARCH_CACHE", "MERGESEARCH_ENGINE_NODES"}
     assert [name for name in names if f'"{name}"' not in sources] == []
 
 

@@ -30,6 +30,7 @@ from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
 __all__ = [
+    "LOCAL_DATA",
     "accept",
     "access_of",
     "artifact_bytes",
@@ -42,12 +43,23 @@ __all__ = [
 PATH_SUFFIXES = (".yaml", ".yml")
 ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
+# Environment variable of the head of Ray: any value says that other machines do not have the server's data directory.
+LOCAL_DATA = "MERGESEARCH_LOCAL_DATA"
+NO_DATA = (
+    "fine-tunings are not accepted here: their workers write to the server's data directory, which only the head of "
+    "Ray has; let Ray's pods mount the volume (value data.workers of the chart), or train with `mergesearch finetune`"
+)
+
 
 def accept(document: Mapping[str, Any], context: RequestContext) -> Accepted:
     """Check the `document` of a submitted fine-tuning as far as possible without the weights of its base model.
 
-    `context` says which files the fine-tuning may read. Raises InvalidStudy with every problem.
+    `context` says which files the fine-tuning may read. Raises InvalidStudy with every problem. It also raises
+    InvalidStudy if the environment variable LOCAL_DATA says that the machines on which Ray Train's workers run have no
+    access to the server's data directory, to which they write.
     """
+    if os.environ.get(LOCAL_DATA):
+        raise InvalidStudy((Problem("", NO_DATA),))
     pipeline = parse_pipeline(document)
     check_server_paths(pipeline)
     examine_finetune(pipeline, access=context.access)

@@ -18,7 +18,7 @@ from search_spaces.errors import InvalidStudy
 from service.disk import artifacts_dir, job_dir
 from service.errors import StaleAttempt
 from service.jobs.base import RequestContext
-from service.jobs.finetune.request import accept
+from service.jobs.finetune.request import LOCAL_DATA, accept
 from service.jobs.finetune.study import collect_sources
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BLOBS, open_blobs
@@ -119,6 +119,13 @@ def test_bodies_have_the_limits_of_studies(http: httpx.Client) -> None:
     assert http.post("/v1/finetunes", json={"name": "x" * 2**20}).status_code == 413
     assert http.post("/v1/finetunes", json=finetuning(), headers={"Host": "elsewhere"}).status_code == 421
     assert http.post("/v1/finetunes", json=finetuning(), headers={"Origin": "http://elsewhere"}).status_code == 403
+
+
+def test_data_of_the_head_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where the workers of trainings cannot write to the server's data directory, fine-tunings are refused."""
+    monkeypatch.setenv(LOCAL_DATA, "1")
+    with pytest.raises(InvalidStudy, match=r"their workers write to .* only the head of Ray has; .*data\.workers"):
+        accept(finetuning(), RequestContext())
 
 
 def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:

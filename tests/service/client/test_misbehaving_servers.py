@@ -197,6 +197,33 @@ def test_a_server_that_says_nothing_is_given_up(monkeypatch: pytest.MonkeyPatch)
             client.studies()
 
 
+def test_a_long_check_is_one_submission(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A response that takes too long for a proxy, and then for the client, is asked for again with the same key."""
+    monkeypatch.setattr(requests, "CHECK_PAUSE_S", 0.01)
+    keys: list[str] = []
+
+    async def checks(scope: Any, receive: Any, send: Any) -> None:
+        if scope["type"] != "http":
+            return
+        keys.append(dict(scope["headers"])[b"idempotency-key"].decode())
+        if len(keys) == 2:
+            await asyncio.sleep(1.0)
+        status, body = (504, b"<html>upstream timed out") if len(keys) == 1 else (201, b'{"id": "c0ffee"}')
+        headers = [(b"content-type", b"application/json" if status == 201 else b"text/html")]
+        await send({"type": "http.response.start", "status": status, "headers": headers})
+        await send({"type": "http.response.body", "body": body})
+
+    with HttpServer(lambda: checks) as server, Client(server.url, timeout_s=0.3) as client:
+        assert client.submit({"name": "a"})["id"] == "c0ffee"
+        assert len(keys) == 3
+        assert len(set(keys)) == 1
+        monkeypatch.setattr(requests, "CHECKS_S", 0.0)
+        keys.clear()
+        keys.append("")
+        with pytest.raises(ServerUnreachable, match="no answer: timed out"):
+            client.submit({"name": "a"})
+
+
 def test_a_stream_that_falls_silent_is_taken_up_again(site: Site, ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(transport, "SILENCE_S", 0.3)
     event = b'id: 4\nevent: note\ndata: {"time": "2031-05-04T12:00:00Z", "payload": {}}\n\n'

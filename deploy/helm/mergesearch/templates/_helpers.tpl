@@ -150,6 +150,11 @@ imagePullSecrets:
 {{- end }}
 {{- end }}
 
+{{/* "true" if Ray's pods mount the volume of `data`, else empty. */}}
+{{- define "ms.sharesData" -}}
+{{- if or (empty .Values.artifacts.url) .Values.data.workers -}}true{{- end -}}
+{{- end }}
+
 {{/* The database, for the API, the migration and the head, where drivers run. Engines have no use for it. */}}
 {{- define "ms.database" -}}
 - name: MERGESEARCH_DATABASE

@@ -21,6 +21,10 @@ env:
   {{- end }}
   {{- if and (eq $kind "head") (not (index . 3)) }}
   {{- include "ms.database" $root | nindent 2 }}
+  {{- if not (include "ms.sharesData" $root) }}
+  # Fine-tunings are refused (service/jobs/finetune/request.py).
+  - {name: MERGESEARCH_LOCAL_DATA, value: "1"}
+  {{- end }}
   {{- end }}
   # Ray reads these where it is started (service/cluster/session.py).
   - {name: RAY_TRAIN_ENABLE_STATE_TRACKING, value: "1"}
@@ -89,7 +93,7 @@ livenessProbe:
 {{- $isHead := eq (index . 2) "head" -}}
 {{- $study := index . 3 -}}
 {{- $claim := ternary (printf "%s-%s" (include "ms.name" $root) (get (default dict $study) "name")) (include "ms.dataClaim" $root) (not (empty $study)) -}}
-{{- $hasClaim := ternary $isHead (empty $root.Values.artifacts.url) (not (empty $study)) -}}
+{{- $hasClaim := ternary $isHead (not (empty (include "ms.sharesData" $root))) (not (empty $study)) -}}
 {{- include "ms.volumes" (list $root (ternary (printf "persistentVolumeClaim: {claimName: %s}" $claim) "emptyDir: {}" $hasClaim)) }}
 - name: shm
   emptyDir: {medium: Memory, sizeLimit: {{ (index . 1).shm }}}
