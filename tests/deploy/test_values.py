@@ -76,7 +76,9 @@ def test_the_schema_knows_every_value() -> None:
 
     optional = {".global"} | {key for key in keys(schema, "") if key.endswith(".resources.limits.cpu")}
     assert given(values, "") - keys(schema, "") <= {
-        key for key in given(values, "") if key.startswith((".ingress.annotations.", ".monitoring.dashboardLabels.", ".networkPolicy."))
+        key
+        for key in given(values, "")
+        if key.startswith((".ingress.annotations.", ".monitoring.dashboardLabels.", ".networkPolicy."))
     }
     assert keys(schema, "") - given(values, "") <= optional
 
