@@ -19,6 +19,7 @@ __all__ = [
     "failure_reason",
     "is_deployed",
     "is_on_cpu",
+    "is_ready",
     "num_replicas",
     "replica_state",
 ]
@@ -66,9 +67,30 @@ def replica_state(name: str, replica_id: str) -> str | None:
 
 
 def is_deployed(name: str) -> bool:
-    """Whether the Serve application `name` runs or is being deployed."""
+    """Whether the Serve application `name` runs or is being deployed, so that it need not be deployed again.
+
+    Serve reports UNHEALTHY from the death of a replica until its replacement runs. Such an application counts as
+    deployed, because another deployment would restart all its replicas. It does not count if no replica runs and a
+    replacement has failed to start: Serve would repeat the start forever, with the environment of the old deployment.
+    """
     application = _applications().get(name)
-    return application is not None and application.status.value in ("RUNNING", "DEPLOYING")
+    if application is None:
+        return False
+    if application.status.value == "UNHEALTHY":
+        return _has_running_replica(application) or _is_being_replaced(application)
+    return application.status.value in ("RUNNING", "DEPLOYING")
+
+
+def is_ready(name: str) -> bool:
+    """Whether the Serve application `name` answers requests, also while a replica that died is being replaced.
+
+    An application that Serve reports as RUNNING may have no replica; the next request starts one. Raises the errors of
+    the function `application_state`.
+    """
+    application = _usable_application(name)
+    if application.status.value == "UNHEALTHY":
+        return _has_running_replica(application)
+    return bool(application.status.value == "RUNNING")
 
 
 def is_on_cpu(name: str) -> bool:
@@ -85,12 +107,7 @@ def application_state(name: str) -> str:
     the models cannot be used any more. In the third case Serve itself would try to start replicas forever. Raises
     ServeUnavailable, a subclass, if Serve's controller does not answer; the application may be running.
     """
-    application = _applications().get(name)
-    if application is None:
-        raise EngineUnavailable(f"{name}: no such application runs on this Ray")
-    if application.status.value == "DEPLOY_FAILED" or _has_unusable_sources(application):
-        raise EngineUnavailable(_reason(application))
-    return str(application.status.value)
+    return str(_usable_application(name).status.value)
 
 
 def failure_reason(name: str) -> str:
@@ -132,10 +149,30 @@ def _applications() -> Mapping[str, ApplicationDetails]:
     return applications
 
 
-def _has_unusable_sources(application: ApplicationDetails) -> bool:
+def _usable_application(name: str) -> ApplicationDetails:
+    """The Serve application `name`. Raises the errors of the function `application_state`."""
+    application = _applications().get(name)
+    if application is None:
+        raise EngineUnavailable(f"{name}: no such application runs on this Ray")
+    if application.status.value == "DEPLOY_FAILED" or _has_unusable_sources(application):
+        raise EngineUnavailable(_reason(application))
+    return application
+
+
+def _has_running_replica(application: ApplicationDetails) -> bool:
     deployments = application.deployments.values()
-    is_running = any(replica.state == "RUNNING" for deployment in deployments for replica in deployment.replicas)
-    return not is_running and any("InvalidModel" in deployment.message for deployment in deployments)
+    return any(replica.state.value == "RUNNING" for deployment in deployments for replica in deployment.replicas)
+
+
+def _has_unusable_sources(application: ApplicationDetails) -> bool:
+    return not _has_running_replica(application) and any(
+        "InvalidModel" in deployment.message for deployment in application.deployments.values()
+    )
+
+
+def _is_being_replaced(application: ApplicationDetails) -> bool:
+    """Whether an UNHEALTHY application lacks a replica that died, and no start of a replacement has failed yet."""
+    return all(each.status_trigger.value == "HEALTH_CHECK_FAILED" for each in application.deployments.values())
 
 
 def _reason(application: ApplicationDetails) -> str:

@@ -16,10 +16,10 @@ from workers.models.modalities import MODALITIES
 from workers.serving import cores
 from workers.serving.application import (
     answered,
-    application_state,
     failure_reason,
     is_deployed,
     is_on_cpu,
+    is_ready,
     num_replicas,
 )
 from workers.serving.gpu_shares import engine_gpus
@@ -103,8 +103,9 @@ def deploy_scorer(
     """Start scoring replicas on the Ray cluster of this process, and wait until they are ready.
 
     A replica scores merges of `family`, a base model and its experts, with an engine that has the given `options`.
-    `name` is the name of the Serve application, by default the result of the function `app_name`; a running application
-    of this name is used unchanged, unless its replicas run on the CPU and the new ones on GPUs: then it is replaced.
+    `name` is the name of the Serve application, by default the result of the function `app_name`. A running application
+    of this name is used unchanged, also while a replica that died is being replaced. There is one exception: if its
+    replicas run on the CPU and the new ones on GPUs, the application is replaced.
     `replicas` is the number of replicas. With `keep_idle_s`, studies share the application, and `replicas` is only the
     number of replicas at first. Then the number of replicas follows the number of requests, up to `max_replicas` or, if
     this is None, the number for which there are GPUs. Replicas that are idle for `keep_idle_s` seconds are stopped,
@@ -185,9 +186,11 @@ def deploy_scorer(
             serve.run_many(
                 [serve.RunTarget(application, name=name, route_prefix=None)], wait_for_applications_running=False
             )
-    while answered(functools.partial(application_state, name), deadline=deadline) != "RUNNING":
+    while not answered(functools.partial(is_ready, name), deadline=deadline):
         if time.monotonic() > deadline:
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {failure_reason(name)}")
+        if not answered(functools.partial(is_deployed, name), deadline=deadline):
+            raise EngineUnavailable(failure_reason(name))
         time.sleep(0.2)
     return ServeScorer(name, deadline_s=max(ServeScorer.deadline_s, time_limits.start_s))
 

@@ -21,7 +21,7 @@ from workers.errors import (
     ServeUnavailable,
     WorkerError,
 )
-from workers.serving.application import answered, application_state, failure_reason, num_replicas
+from workers.serving.application import answered, application_state, failure_reason, is_ready, num_replicas
 from workers.serving.current_chunk import chunk_id, current_chunk, scored_last
 from workers.serving.fatal_errors import fatal_error
 from workers.types import (
@@ -217,9 +217,9 @@ class ServeScorer:
                 raise
 
     def _is_running(self) -> bool:
-        """Whether Serve reports that the application is running; False if the controller does not answer."""
+        """Whether Serve reports that the application answers requests; False if the controller does not answer."""
         try:
-            return application_state(self.app_name) == "RUNNING"
+            return is_ready(self.app_name)
         except ServeUnavailable as error:
             log.warning("%s: %s", self.app_name, error)
             return False

@@ -24,7 +24,7 @@ from workers.errors import (
     InvalidTask,
     TrialFailed,
 )
-from workers.serving.application import is_on_cpu, num_replicas
+from workers.serving.application import application_state, is_on_cpu, num_replicas
 from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
@@ -258,6 +258,59 @@ def test_replicas_say_what_their_start_waits_for(ray_cluster: None, tied_family:
         deployed.result()
     assert start_text("fake-slow") == ""
     serve.delete("fake-slow")
+
+
+def test_dead_replica_leaves_the_others_in_service(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """A new driver uses the replicas that run, also while the replacement of one that died starts."""
+    from ray import serve
+
+    (tmp_path / "done").touch()
+    make_worker = partial(StartsSlowly, until=str(tmp_path / "done"))
+    deploy = partial(
+        deploy_scorer, tied_family, OPTIONS, name="fake-dead", make_worker=make_worker, health_check_period_s=0.5
+    )
+    killed, *others = deploy(replicas=2).statistics()["processes"]
+    (tmp_path / "done").unlink()
+    os.kill(killed, signal.SIGKILL)
+    deadline = time.monotonic() + 120.0
+    while application_state("fake-dead") != "UNHEALTHY":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert deploy(replicas=2, start_timeout_s=5.0).statistics()["processes"] == others
+    (tmp_path / "done").touch()
+    while num_replicas("fake-dead")["RUNNING"] < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    assert set(others) < set(ServeScorer("fake-dead").statistics()["processes"])
+    serve.delete("fake-dead")
+
+
+def test_failing_replacement_ends_the_wait(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """A driver that waits for the replacement of the only replica is told as soon as the replacement fails."""
+    from ray import serve
+
+    (tmp_path / "done").touch()
+    deploy = partial(
+        deploy_scorer,
+        tied_family,
+        OPTIONS,
+        name="fake-failing",
+        make_worker=partial(StartsSlowly, until=str(tmp_path / "done")),
+        health_check_period_s=0.5,
+        start_timeout_s=300.0,
+        time_limits=TimeLimits(start_s=15.0),
+    )
+    (process,) = deploy().statistics()["processes"]
+    (tmp_path / "done").unlink()
+    os.kill(process, signal.SIGKILL)
+    deadline = time.monotonic() + 60.0
+    while application_state("fake-failing") != "UNHEALTHY":
+        assert time.monotonic() < deadline
+        time.sleep(0.1)
+    with pytest.raises(EngineUnavailable, match=r"^no engine within 15 s; its log is "):
+        deploy()
+    assert time.monotonic() < deadline + 60.0
+    serve.delete("fake-failing")
 
 
 def test_a_study_for_gpus_does_not_share_replicas_on_the_cpu(ray_cluster: None, tied_family: Family) -> None:
