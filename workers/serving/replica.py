@@ -1,9 +1,10 @@
 """Scoring replica of Ray Serve: it owns a warm engine, and scores one request at a time.
 
 A replica holds one recipe at a time. One lock covers the swap and the scoring of a chunk; chunks of the held recipe are
-scored first (module `recipe_lock`). The engine runs in its own thread, so that health checks are answered while it
-works. Serve's multiplexing is used only as a hint for routing work to a replica that already holds the recipe; the hint
-can be wrong. The engine itself states which recipe it holds, before and after scoring.
+scored first, and completions of prompts wait in turn (module `recipe_lock`). The engine runs in its own thread, so that
+health checks are answered while it works. Serve's multiplexing is used only as a hint for routing work to a replica
+that already holds the recipe; the hint can be wrong. The engine itself states which recipe it holds, before and after
+scoring.
 
 A replica ends when its engine raises an error or its work is overdue. Any other error fails only the request.
 """
@@ -268,7 +269,7 @@ class ScoringReplica:
         """
         digest = batch.recipe.digest
         try:
-            async with self._lock.hold(digest):
+            async with self._lock.hold(digest, in_turn=True):  # clients may send prompts for one merge without end
                 batch.is_waiting = False
                 await self.hold(digest)
                 await self._in_thread(self._complete, batch, yields)

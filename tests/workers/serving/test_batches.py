@@ -72,7 +72,21 @@ def test_other_merge_waits_and_nobody_joins_before_it() -> None:
 
     asyncio.run(three())
     assert timeline.events[:12] == ["first"] * 12, "nothing is mixed with another merge, and nobody joins"
-    assert sorted(timeline.events[12:]) == ["late", "late", "other", "other"]
+    assert timeline.events[12:] == ["other", "other", "late", "late"]
+
+
+def test_chat_without_end_delays_no_search() -> None:
+    """A chunk of a search gets its turn after the running batch, although the next prompts for its merge wait."""
+    timeline = Timeline()
+
+    async def chat_and_search() -> None:
+        prompts = (timeline.after(4 * number, timeline.complete("chat", words(8))) for number in range(8))
+        await asyncio.gather(*prompts, timeline.after(3, timeline.score("search", 0.7)))
+
+    asyncio.run(chat_and_search())
+    assert timeline.events.index("search") == 8
+    assert timeline.worker._swaps == 3
+    assert timeline.events.count("chat") == 64
 
 
 def test_search_waits_for_the_batch_with_consent() -> None:

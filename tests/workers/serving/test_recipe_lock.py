@@ -4,14 +4,17 @@ from collections.abc import Sequence
 from workers.serving.recipe_lock import RecipeLock
 
 
-def in_turn(arrivals: Sequence[str]) -> list[str]:
-    """The order in which recipes get the lock, if all arrive while the first one holds it."""
+def order(arrivals: Sequence[str]) -> list[str]:
+    """The order in which recipes get the lock, if all arrive while the first one holds it.
+
+    Recipes in capital letters wait in turn.
+    """
 
     async def run() -> list[str]:
         lock, served = RecipeLock(), []
 
         async def chunk(digest: str) -> None:
-            async with lock.hold(digest):
+            async with lock.hold(digest.lower(), in_turn=digest.isupper()):
                 served.append(digest)
                 await asyncio.sleep(0.001)
 
@@ -23,8 +26,14 @@ def in_turn(arrivals: Sequence[str]) -> list[str]:
 
 def test_held_recipe_goes_first() -> None:
     """Chunks of the held recipe go first, others in order of arrival."""
-    assert in_turn(["a", "b", "c", "a", "b", "a"]) == ["a", "a", "a", "b", "b", "c"]
-    assert in_turn(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
+    assert order(["a", "b", "c", "a", "b", "a"]) == ["a", "a", "a", "b", "b", "c"]
+    assert order(["a", "b", "c", "d"]) == ["a", "b", "c", "d"]
+
+
+def test_a_waiter_in_turn_passes_nobody() -> None:
+    """A waiter in turn gets the lock before nobody who waits longer; chunks of its recipe still go first."""
+    assert order(["A", "b", "A", "c", "A"]) == ["A", "b", "A", "c", "A"]
+    assert order(["A", "b", "A", "b", "a"]) == ["A", "a", "b", "b", "A"]
 
 
 def test_a_chunk_that_gives_up_waiting_does_not_block_the_rest() -> None:
