@@ -26,7 +26,16 @@ import torch
 
 from workers.telemetry.phases import phase
 
-__all__ = ["SHARED_MEMORY", "NoRoom", "Node", "SharedDirectory", "free_shared_bytes", "remove_unused", "shared_bytes"]
+__all__ = [
+    "SHARED_MEMORY",
+    "NoRoom",
+    "Node",
+    "SharedDirectory",
+    "free_shared_bytes",
+    "remove_leftovers",
+    "remove_unused",
+    "shared_bytes",
+]
 
 log = logging.getLogger(__name__)
 
@@ -139,6 +148,15 @@ def shared_bytes(name: str) -> int:
         return (SHARED_MEMORY / f"{OWN}{os.getuid()}" / name / SOURCES).stat().st_blocks * 512
     except OSError:
         return 0
+
+
+def remove_leftovers(*, except_for: str) -> None:
+    """Remove what killed processes of this user have left in the node's shared memory, so that it counts as free.
+
+    A directory that a process has open is never removed, nor is the directory with the name `except_for`.
+    """
+    with suppress(NoRoom):
+        remove_unused(_own_directory(SHARED_MEMORY), except_for=except_for)
 
 
 def remove_unused(directory: Path, *, except_for: str = "") -> list[str]:

@@ -200,13 +200,14 @@ def _has_room(family: Family) -> bool:
     """Whether the sources of `family` are in the machine's shared memory already, or fit into it.
 
     If so, GPUs read the sources from pinned memory, which is many times as fast as reading memory-mapped files. Engines
-    on the machine use the same copy.
+    on the machine use the same copy. What killed processes have left in the shared memory is removed first.
     """
     from workers.merging.bank import content_name
-    from workers.merging.node import free_shared_bytes, shared_bytes
+    from workers.merging.node import free_shared_bytes, remove_leftovers, shared_bytes
 
-    size = open_sources(family).stored_bytes
-    already = shared_bytes(content_name(family, "cuda"))
+    size, content = open_sources(family).stored_bytes, content_name(family, "cuda")
+    remove_leftovers(except_for=content)
+    already = shared_bytes(content)
     return already >= size or size <= min(free_shared_bytes(), int(HOST_SHARE * free_host_bytes()))
 
 

@@ -15,7 +15,15 @@ import pytest
 import torch
 
 from workers.merging import node
-from workers.merging.node import Node, NoRoom, SharedDirectory, free_shared_bytes, remove_unused, shared_bytes
+from workers.merging.node import (
+    Node,
+    NoRoom,
+    SharedDirectory,
+    free_shared_bytes,
+    remove_leftovers,
+    remove_unused,
+    shared_bytes,
+)
 
 ENDS = """
 import sys
@@ -166,6 +174,22 @@ def test_a_killed_process_leaves_memory_to_others(root: Path, tmp_path: Path) ->
     other.close()
     other.close()
     assert names(root) == []
+
+
+def test_leftovers_are_removed_before_memory_is_planned(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Memory of a process that was killed is removed on demand, but not memory in use, nor that with the given name."""
+    monkeypatch.setattr(node, "SHARED_MEMORY", root)
+    stays, heard = process(root, "stays")
+    assert heard.recv() is True
+    remove_leftovers(except_for="others")
+    assert names(root) == ["sources"], "a process has it open"
+    end(stays)
+    remove_leftovers(except_for="sources")
+    assert names(root) == ["sources"]
+    remove_leftovers(except_for="others")
+    assert names(root) == []
+    monkeypatch.setattr(node, "SHARED_MEMORY", root / "missing")
+    remove_leftovers(except_for="others")
 
 
 def twos(memory: torch.Tensor) -> None:

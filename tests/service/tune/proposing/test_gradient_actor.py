@@ -17,7 +17,7 @@ from search_spaces.spaces.layer_paths import MERGED
 from search_spaces.spaces.sfs import SfsSection
 from service.store.steps import GradientRequest, GradientResult, LossesRequest
 from service.studies.preflight.models import searched_models
-from service.tune.proposing.gradient_actor import GradientActor, GradientInputs
+from service.tune.proposing.gradient_actor import GradientActor, GradientInputs, _has_room
 from service.tune.searchers.adam import numbers_of
 from tests.conftest import OPTIONS
 from workers.models.family import open_sources
@@ -140,3 +140,16 @@ def test_gpus_read_pinned_memory_that_engines_share(
         "cpu",
         [],
     )
+
+
+def test_memory_that_a_killed_engine_left_is_free(
+    tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed engine of another family left in shared memory is removed before the actor looks for room."""
+    left = tmp_path / f"mergesearch-{os.getuid()}" / "others"
+    left.mkdir(parents=True)
+    (left / "users").touch()
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr("workers.merging.node.free_shared_bytes", lambda: 0 if left.exists() else 10**12)
+    monkeypatch.setattr("service.tune.proposing.gradient_actor.free_host_bytes", lambda: 10**12)
+    assert _has_room(tied_family)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -308,6 +309,28 @@ def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monke
     monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
     monkeypatch.setattr(node, "shared_bytes", {"sources on cuda": already}.get)
     monkeypatch.setattr(node, "free_shared_bytes", lambda: 10 * GB)
+    assert engine.options_by_device()[1]["placements"][0] == placement
+
+
+@pytest.mark.parametrize(("name", "placement"), [("sources on cuda", "mapped"), ("others", "host")])
+def test_memory_that_a_killed_engine_left_is_free(
+    name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a killed engine of another family left in shared memory is removed before the next engine is planned."""
+    left = tmp_path / f"mergesearch-{os.getuid()}" / name
+    left.mkdir(parents=True)
+    (left / "users").touch()
+    needs = replace(four(LLAMA_2_7B), bank=70 * GB)
+    engine = object.__new__(WeightContents)  # the constructor asks vLLM about this machine
+    engine.options, engine.is_cpu, engine.most_engines = EngineOptions(), False, None
+    monkeypatch.setattr(engine, "sources", SimpleNamespace(family=None), raising=False)
+    monkeypatch.setattr(engine, "requirements", lambda **_: needs)
+    monkeypatch.setattr(contents, "free_gpu_bytes", lambda ranks, share_left: (A100 - GB // 2, A100))
+    monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 8)
+    monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB)
+    monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
+    monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
+    monkeypatch.setattr(node, "free_shared_bytes", lambda: 10 * GB if left.exists() else 80 * GB)
     assert engine.options_by_device()[1]["placements"][0] == placement
 
 

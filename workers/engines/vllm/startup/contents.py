@@ -106,15 +106,17 @@ class WeightContents:
         if self.is_cpu:
             return cpu_options(self.prompts, self.config, self.dtype), opening
         from workers.merging.bank import content_name
-        from workers.merging.node import free_shared_bytes, shared_bytes
+        from workers.merging.node import free_shared_bytes, remove_leftovers, shared_bytes
 
+        content = content_name(self.sources.family, "cuda")
+        remove_leftovers(except_for=content)
         ranks = self.options.tensor_parallel_size
         share_left = self.options.gpu_share_left
         free, total = free_gpu_bytes(ranks, share_left=share_left)
         free = free_for_engine(free, total, share_left)
         needs = self.requirements(gpu_free=free, gpu_total=total)
         # The copy of an engine that was started before is used again.
-        already = shared_bytes(content_name(self.sources.family, "cuda"))
+        already = shared_bytes(content)
         memory: EngineMemory = divide_memory(
             needs,
             gpu_free=free,
