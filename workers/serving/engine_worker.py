@@ -96,6 +96,9 @@ class EngineWorker:
         self.evaluator = TaskEvaluator(self.engine, self.engine.prompts, metrics=metrics)
         self.busy_s = 0.0
 
+    def base_recipe(self) -> Recipe:
+        return base_recipe(self.engine.family)
+
     def score(self, request: ScoreRequest) -> ScoreResult:
         """Write the merge of the request's recipe into the engine, and score the request's samples.
 

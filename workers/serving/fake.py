@@ -108,6 +108,10 @@ class FakeScorer:
     def name(self) -> str:
         return self.replica or f"fake-{os.getpid()}"
 
+    def base_recipe(self) -> Recipe:
+        """Recipe of a made-up base model of one layer, because the fake scorer knows no models."""
+        return Recipe.of_model("base", models={"base": self.bank_fingerprint}, base="base", num_layers=1)
+
     def score(self, request: ScoreRequest) -> ScoreResult:
         with self._lock:
             call = self._next_call()

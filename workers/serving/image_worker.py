@@ -62,6 +62,9 @@ class ImageWorker:
         )
         self.busy_s = 0.0
 
+    def base_recipe(self) -> Recipe:
+        return self.engine.base_recipe
+
     def score(self, request: ScoreRequest) -> ScoreResult:
         """Write the merge of the request's recipe into the engine, and score the request's samples.
 

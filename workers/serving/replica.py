@@ -75,6 +75,10 @@ class Worker(Protocol):
         """Name of the replica, which is stored with its results."""
         ...
 
+    def base_recipe(self) -> Recipe:
+        """Recipe whose merge is the unchanged base model; merges may have another number of layers."""
+        ...
+
     def score(self, request: ScoreRequest) -> ScoreResult: ...
 
     def describe(self, tasks: tuple[TaskSpec, ...]) -> tuple[TaskInfo, ...]: ...
@@ -395,7 +399,7 @@ class ScoringReplica:
         done if the request's own recipe is the base model. Raises EngineUnavailable if the engine crashes on the base
         model.
         """
-        recipe = _base_alone(request.recipe)
+        recipe = self._worker.base_recipe().canonical()
         if recipe.digest == request.recipe.digest:
             return
         first = request.spans[0]
@@ -446,14 +450,3 @@ def _record_phases(span: tracing.Span, result: ScoreResult, *, began_ns: int, en
     scored_s = seconds.get("score", 0.0)
     start_ns = ended_ns - round(scored_s * 1e9)
     tracing.record("generate and score", {}, parent=span.traceparent, start_ns=start_ns, seconds=scored_s)
-
-
-def _base_alone(recipe: Recipe) -> Recipe:
-    """Recipe of the unchanged base model, with the same models as `recipe`."""
-    return Recipe.of_model(
-        recipe.base,
-        models=recipe.models,
-        base=recipe.base,
-        num_layers=len(recipe.layers),
-        tokenizer=recipe.tokenizer,
-    ).canonical()

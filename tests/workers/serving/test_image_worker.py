@@ -181,7 +181,7 @@ def test_top5_counts_the_five_largest(place: Path, tmp_path: Path) -> None:
     images = image_folder(tmp_path / "images", classes=names, per_class=4)
     worker = ImageWorker(open_family(tmp_path / "base", {"many": tmp_path / "many"}), EngineOptions())
     task = {"images": str(images), "head": "many"}
-    recipe = worker.engine.base_recipe
+    recipe = worker.base_recipe()
     tops = {m: score(worker, recipe, (Span("x", TaskSpec(task, m), 0, 32),)) for m in ("acc", "acc_top5")}
     order = load_image_task(TaskSpec(task, "acc")).images
     for one, five in zip(tops["acc"], tops["acc_top5"], strict=True):

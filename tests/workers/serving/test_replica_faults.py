@@ -58,6 +58,16 @@ class WrongAnswers(FakeScorer):
         raise self.error
 
 
+@dataclass
+class NoDeepModels(FakeScorer):
+    """A fake scorer whose models have one layer: it refuses a model with more, but not a merge of their layers."""
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        if len(request.recipe.layers) > 1 and request.recipe.layers[0].mlp.method == "passthrough":
+            raise TrialFailed("the model has one layer")
+        return super().score(request)
+
+
 def test_full_disk_fails_the_request() -> None:
     """A full disk during verification fails the request, and the engine continues."""
     replica = ScoringReplica(FullDisk)
@@ -100,6 +110,15 @@ def test_crash_says_what_was_scored_before(before: float | None, crashes: int, p
     with pytest.raises(EngineCrashed) as caught:
         asyncio.run(replica.score(request(0.3, crashes=crashes)))
     assert caught.value.scored_others == proven
+
+
+def test_base_is_tested_with_its_own_layers() -> None:
+    """The crash of a merge with more layers than the base is attributed to the merge, as the base can be scored."""
+    deep = replace(recipe(0.3), layers=recipe(0.3).layers * 2)
+    replica = ScoringReplica(lambda: NoDeepModels(crashing=[deep.digest]))
+    with pytest.raises(EngineCrashed) as caught:
+        asyncio.run(replica.score(replace(request(0.3, crashes=1), recipe=deep)))
+    assert caught.value.scored_others
 
 
 def test_broken_engine_is_not_the_candidate() -> None:
