@@ -233,7 +233,7 @@ class ScoringReplica:
 
     async def check(self) -> tuple[CanaryReport, ...]:
         async with self._for_search(""):
-            return await self._in_thread(self._worker.check)
+            return await self._in_thread(self._other, "checking the engine", self._worker.check)
 
     async def complete(self, request: CompletionRequest) -> AsyncIterator[CompletionPart]:
         """Complete a prompt, and yield the parts of the completion as the engine generates them.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,7 @@ from workers.serving import watchdog
 from workers.serving.fake import FakeScorer
 from workers.serving.replica import ScoringReplica
 from workers.serving.watchdog import TimeLimits, weight_bytes
-from workers.types import Family, ModelSource, Span, TaskSpec, VerificationReport
+from workers.types import CanaryReport, Family, ModelSource, Span, TaskSpec, VerificationReport
 
 GB = 10**9
 
@@ -51,20 +52,28 @@ def test_bytes_are_those_of_all_models(tmp_path: Path, monkeypatch: pytest.Monke
 
 
 class SlowVerifier(FakeScorer):
+    """A fake scorer that takes 0.3 s for a verification or a check, and notes in `skips_canaries` that it has begun."""
+
     def verify(self, recipe: Recipe, *_: Any) -> VerificationReport:
-        self.skips_canaries = "it verifies"
-        time.sleep(0.3)
+        self._begin()
         return VerificationReport(recipe.digest, 0, 0, 0.0, 1e-3, (), 0)
 
+    def check(self) -> tuple[CanaryReport, ...]:
+        self._begin()
+        return super().check()
 
-@pytest.mark.parametrize(("sample_s", "expected"), [(5.0, ""), (0.0, "counts as hung: it has worked on verification")])
-def test_verification_has_time_for_each_sample(sample_s: float, expected: str) -> None:
+    def _begin(self) -> None:
+        self.skips_canaries = "it verifies"
+        time.sleep(0.3)
+
+
+def problem_meanwhile(limits: TimeLimits, work: Callable[[ScoringReplica], Coroutine[Any, Any, Any]]) -> str:
+    """The reason for which a replica counts as hung 0.1 s after it has begun to work; "" if it does not."""
     worker = SlowVerifier()
-    replica = ScoringReplica(lambda: worker, TimeLimits(other_s=0.05, verified_sample_s=sample_s))
-    recipe = Recipe.of_model("base", models={"base": "0" * 64}, base="base", num_layers=1)
+    replica = ScoringReplica(lambda: worker, limits)
 
-    async def problem_meanwhile() -> str:
-        work = asyncio.ensure_future(replica.verify(recipe, (), (Span("x", TaskSpec("any", "exact_match"), 0, 16),)))
+    async def run() -> str:
+        working = asyncio.ensure_future(work(replica))
         while not worker.skips_canaries:
             await asyncio.sleep(0.01)
         await asyncio.sleep(0.1)
@@ -73,8 +82,23 @@ def test_verification_has_time_for_each_sample(sample_s: float, expected: str) -
         except RuntimeError as error:
             return str(error)
         finally:
-            await work
+            await working
         return ""
 
-    assert expected in (found := asyncio.run(problem_meanwhile()))
+    return asyncio.run(run())
+
+
+@pytest.mark.parametrize(("sample_s", "expected"), [(5.0, ""), (0.0, "counts as hung: it has worked on verification")])
+def test_verification_has_time_for_each_sample(sample_s: float, expected: str) -> None:
+    recipe = Recipe.of_model("base", models={"base": "0" * 64}, base="base", num_layers=1)
+    spans = (Span("x", TaskSpec("any", "exact_match"), 0, 16),)
+    limits = TimeLimits(other_s=0.05, verified_sample_s=sample_s)
+    found = problem_meanwhile(limits, lambda replica: replica.verify(recipe, (), spans))
+    assert expected in found
     assert bool(found) == bool(expected)
+
+
+def test_check_of_an_engine_has_the_limit_of_other_work() -> None:
+    found = problem_meanwhile(TimeLimits(other_s=0.05), ScoringReplica.check)
+    assert "counts as hung: it has worked on checking the engine" in found
+    assert problem_meanwhile(TimeLimits(other_s=60.0), ScoringReplica.check) == ""
