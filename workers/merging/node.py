@@ -46,6 +46,8 @@ SHARED_MEMORY = Path("/dev/shm")
 NUM_LOCKS = 64
 # Rules of recipes are removed, the oldest first, once there are twice as many.
 MOST_RULES = 4096
+# A process counts the rules when it makes its first one, and again after this number of its own: it takes milliseconds.
+RULES_BETWEEN_COUNTS = 256
 OWN = "mergesearch-"  # followed by the number of the user who owns the directories
 USERS, FILLING, FILLED, SOURCES = "users", "filling", "filled", "sources"
 # A process that waits says so in the log after this time, and again each time that it has doubled.
@@ -193,6 +195,7 @@ class Node:
     def __init__(self, shared: SharedDirectory | None = None) -> None:
         self.shared = shared
         self.num_made = 0  # values that this process computed
+        self._num_rules = 0  # those of them that are rules
 
     def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
         """Return a value that the processes of a node share; the first process that needs it calls `made`.
@@ -216,7 +219,9 @@ class Node:
                     self.num_made += 1
                     _write(file, found)
                     if kind == "rule":
-                        _prune(folder)
+                        if self._num_rules % RULES_BETWEEN_COUNTS == 0:
+                            _prune(folder)
+                        self._num_rules += 1
         value: T = found[0]
         return value
 
@@ -305,6 +310,7 @@ def _write(file: Path, value: list[Any]) -> None:
 def _prune(folder: Path) -> None:
     files = list(folder.iterdir())
     if len(files) >= 2 * MOST_RULES:
-        aged = sorted((file.stat().st_mtime_ns, file) for file in files)
-        for _, file in aged[:-MOST_RULES]:
-            file.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process removes the same files
+            aged = sorted((file.stat().st_mtime_ns, file) for file in files)
+            for _, file in aged[:-MOST_RULES]:
+                file.unlink(missing_ok=True)
