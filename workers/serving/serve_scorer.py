@@ -48,6 +48,13 @@ DEPLOYMENT = "scorer"
 MAX_TRIES = 3
 
 
+@dataclass
+class _Wait:
+    """Seconds for which a request has waited for its result while the application was running."""
+
+    seconds: float = 0.0
+
+
 @dataclass(frozen=True)
 class ServeScorer:
     """Client of the scoring replicas in a Ray Serve application; it implements the interface `workers.types.Scorer`.
@@ -168,17 +175,20 @@ class ServeScorer:
         counts_crashes = method == "score" and arguments[0].crashes is not None
         pause_s = 0.5
         while True:
+            wait = _Wait()
             try:
                 handle = _handle(self.app_name).options(method_name=method, multiplexed_model_id=model_id)
-                return self._result(handle.remote(*arguments))
+                return self._result(handle.remote(*arguments), wait)
             except RayTaskError as error:
                 cause = error.cause
                 failed_requests += isinstance(cause, RequestFailed)
                 is_final = not isinstance(cause, EngineUnavailable) or failed_requests >= MAX_TRIES
                 if isinstance(cause, WorkerError) and is_final:
                     raise cause from error
-                if isinstance(cause, EngineCrashed) and counts_crashes:
-                    raise cause from error
+                if isinstance(cause, EngineCrashed):
+                    if counts_crashes:
+                        raise cause from error
+                    wait.seconds = 0.0  # the engine was working on this request
                 reason = str(cause)
             except (RayError, RayServeException) as error:
                 if counts_crashes:
@@ -187,18 +197,20 @@ class ServeScorer:
             _handle.cache_clear()
             with suppress(ServeUnavailable):
                 application_state(self.app_name)
-            failing_since = failing_since or time.monotonic()
+            # As the time of the wait does not count, the first failure moves by this time.
+            failing_since = time.monotonic() if failing_since is None else failing_since + wait.seconds
             if time.monotonic() - failing_since > self.deadline_s:
                 raise EngineUnavailable(f"{self.app_name} has failed for {self.deadline_s:.0f} s: {reason}")
             log.warning("%s: %s; trying again in %.1f s", self.app_name, reason, pause_s)
             time.sleep(pause_s)
             pause_s = min(2 * pause_s, 10.0)
 
-    def _result(self, response: Any) -> Any:
+    def _result(self, response: Any, wait: _Wait) -> Any:
         """Wait for the result of a request, without a time limit while the application is running.
 
-        `response` is the object that Serve's handle returned. Raises EngineUnavailable if the application has failed,
-        or if it stops running for more than `deadline_s` seconds (a field).
+        `response` is the object that Serve's handle returned. `wait` counts the seconds of the wait. Raises
+        EngineUnavailable if the application has failed, or if it stops running for more than `deadline_s` seconds (a
+        field).
         """
         missing_since: float | None = None
         while True:
@@ -208,6 +220,7 @@ class ServeScorer:
                 pass
             try:
                 is_running = self._is_running()
+                wait.seconds += self.poll_s if is_running else 0.0
                 missing_since = None if is_running else missing_since or time.monotonic()
                 if missing_since is not None and time.monotonic() - missing_since > self.deadline_s:
                     reason = failure_reason(self.app_name)
