@@ -104,8 +104,9 @@ def best_trial(trials: Iterable[Trial], objectives: Sequence[Objective]) -> Tria
     The best trial is the trial with the highest mean of the accuracy objectives (values in [0, 1], larger is better).
     If the study has no accuracy objectives, the best trial is the trial with the lowest mean cost. An objective's cost
     is its value scaled to [0, 1], where 0 is the best value. Objectives that need no samples, such as the number of
-    parameters, do not count. If trials are equal, the first one is chosen. If no trial satisfies all constraints, the
-    trial that violates them least is chosen.
+    parameters, do not count. If trials are equal, the one with the lowest mean cost over all objectives is chosen, so
+    that no other trial dominates the best one, and then the first one. If no trial satisfies all constraints, the trial
+    that violates them least is chosen.
 
     Returns:
         The best trial; None before a trial has been scored on all samples of the search.
@@ -118,20 +119,22 @@ def ranked_trials(trials: Iterable[Trial], objectives: Sequence[Objective]) -> t
 
     Trials that satisfy all constraints come first. Trials that violate constraints follow, sorted by their total
     violation. Trials with equal violation are sorted by the mean of the accuracy objectives (values in [0, 1], larger
-    is better) or, without these, by the mean cost.
+    is better) or, without these, by the mean cost. Equal trials are sorted by the mean cost over all objectives, then
+    by number.
     """
-    trials = full_budget_trials(trials)
+    trials = tuple(trials)
     violation = _violations(trials, objectives)
-    merit = _merit(objectives)
-    return tuple(sorted(trials, key=lambda trial: (violation[trial.number], *merit(trial))))
+    merit = _rank(objectives)
+    return tuple(sorted(full_budget_trials(trials), key=lambda trial: (violation[trial.number], *merit(trial))))
 
 
 def finalists(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[Trial, ...]:
     """Select the trials to score on holdout data: trials of the Pareto front, best first, at most MAX_FINALISTS.
 
-    The front consists of the `trials` that no other trial dominates in the `objectives`.
+    The front consists of the `trials` that no other trial dominates in the `objectives`. The best trial is the first.
     """
-    return best_of_front(trials, objectives, most=MAX_FINALISTS)
+    front = front_of(candidates(trials, objectives))
+    return tuple(sorted(front, key=_rank(objectives))[:MAX_FINALISTS])
 
 
 def best_of_front(
@@ -142,7 +145,7 @@ def best_of_front(
     Only `trials` that were scored on all samples of the search can be on the front. If `origin` is given, the front is
     selected from the trials with this origin alone. An origin is, for example, a source model, a published recipe or a
     proposal of the search. Trials of other origins then only serve to check constraints whose bound is relative to the
-    value of a source model.
+    value of a source model. Trials with equal costs are in the order of their numbers.
     """
     front = front_of(candidates(trials, objectives, origin=origin))
     return tuple(sorted(front, key=_merit(objectives))[:most])
@@ -174,10 +177,10 @@ def candidates(
     with this origin, such as the search, are collected; trials of source models then still serve as references for the
     bounds of constraints.
     """
-    trials = full_budget_trials(trials)
+    trials = tuple(trials)
     violation = _violations(trials, objectives)
     first: dict[str, Trial] = {}
-    for trial in sorted(trials, key=lambda trial: trial.number):
+    for trial in sorted(full_budget_trials(trials), key=lambda trial: trial.number):
         if origin is not None and trial.origin is not origin:
             continue
         first.setdefault(trial.recipe.digest, trial)
@@ -185,20 +188,37 @@ def candidates(
 
 
 def _violations(trials: Sequence[TrialResult], objectives: Sequence[Objective]) -> dict[int, float]:
-    """Total violation of the constraints of `objectives` by each trial; 0 if all constraints hold.
+    """Total violation of the constraints of `objectives` by each trial at full budget; 0 if all constraints hold.
 
-    The result is keyed by trial number. Every trial must have been scored on all samples of the search. The bound of a
-    constraint may be relative to a source model; the trial of this model must be among `trials`.
+    The result is keyed by trial number. The bound of a constraint may be relative to a source model; the trial of this
+    model must be among `trials`. It counts also if a user has marked it as invalid, because the bound would be dropped
+    without it.
     """
+    full = full_budget_trials(trials)
     if not has_constraints(objectives):
-        return dict.fromkeys((trial.number for trial in trials), 0.0)
-    references = {c: reference_of(c, o, trials) for o in objectives for c in o.constraints}
+        return dict.fromkeys((trial.number for trial in full), 0.0)
+    complete = [trial for trial in trials if trial.state is TrialState.COMPLETE]
+    references = {c: reference_of(c, o, complete) for o in objectives for c in o.constraints}
 
     def of(constraint: Constraint, _: Objective) -> Values | None:
         trial = references[constraint]
         return None if trial is None else trial.values
 
-    return {t.number: total_violation(excesses(t.values, objectives, of), objectives) for t in trials}
+    return {t.number: total_violation(excesses(t.values, objectives, of), objectives) for t in full}
+
+
+def _rank(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, float, int]]:
+    """Make the sort key (mean cost, mean cost over all objectives, trial number); smaller is better.
+
+    The first mean is that of the function `_merit`. A trial that another one dominates never comes before it.
+    """
+    merit = _merit(objectives)
+
+    def of(trial: TrialResult) -> tuple[float, float, int]:
+        cost, number = merit(trial)
+        return cost, round(statistics.fmean(costs_of(trial, objectives)), 12), number
+
+    return of
 
 
 def _merit(objectives: Sequence[Objective]) -> Callable[[TrialResult], tuple[float, int]]:

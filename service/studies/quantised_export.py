@@ -16,9 +16,13 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
+from search_spaces.objectives import Objective
 from service.disk import gib
 from service.errors import Conflict
 from service.resolved_study import ResolvedStudy
+from service.results.holdout import sample_bounds
 from service.results.statistics import estimate, paired_difference
 from service.studies.export import chosen_trial, export_trial
 from service.types import Estimate
@@ -128,7 +132,7 @@ def export_quantised(
         # vLLM has no kernel for 4 bits with activations in float32.
         options = options.model_copy(update={"dtype": "bfloat16"})
     scored = (score or scores_of)(out, options, spans)
-    scores = _scores(samples, scored, study)
+    scores = _scores(samples, scored, resolved.objectives)
     _describe(out, found, scores)
     return scores
 
@@ -172,19 +176,20 @@ def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult
 
 
 def _scores(
-    merge: Sequence[SampleResult], quantised: Sequence[SampleResult], study: Study
+    merge: Sequence[SampleResult], quantised: Sequence[SampleResult], objectives: Sequence[Objective]
 ) -> dict[str, QuantisedScore]:
     """Estimates of both models, and of their paired difference, keyed by objective."""
     known = {(sample.objective, sample.position): sample.value for sample in merge}
     found: dict[str, QuantisedScore] = {}
-    for spec in study.holdout:
-        new = sorted((each.position, each.value) for each in quantised if each.objective == spec.name)
+    for objective in objectives:
+        name = objective.name
+        new = sorted((each.position, each.value) for each in quantised if each.objective == name)
         if not new:
             continue
-        values = [value for _, value in new]
-        before = [known[spec.name, position] for position, _ in new]
-        bounds = spec.range
-        found[spec.name] = QuantisedScore(
+        values = np.array([value for _, value in new])
+        before = np.array([known[name, position] for position, _ in new])
+        bounds = sample_bounds((objective,), ({name: before}, {name: values})).get(name)
+        found[name] = QuantisedScore(
             estimate(before, bounds=bounds),
             estimate(values, bounds=bounds),
             paired_difference(values, before, bounds=bounds),

@@ -117,12 +117,15 @@ def structure(settings: Mapping[str, Any], of_modality: Sequence[str]) -> dict[s
     """Settings in a configuration that must be equal for two models to be merged; absent settings are left out.
 
     `of_modality` are the names of settings that only models of one modality have. The settings include those of the
-    rotary embeddings, because a merge has the rotary embeddings of the base.
+    rotary embeddings, because a merge has the rotary embeddings of the base; without a type, they are not scaled, which
+    transformers calls "default".
     """
     rope = settings.get("rope_parameters") or settings.get("rope_scaling")
     rope = rope if isinstance(rope, Mapping) else {}
     fields = {name: settings.get(name) for name in (*of_modality, *STRUCTURE, "rope_theta")}
-    fields |= {"rope_type": rope.get("type"), **rope}
+    fields |= rope
+    if not any(isinstance(value, Mapping) for value in rope.values()):  # else there is a type for each kind of layer
+        fields["rope_type"] = rope.get("rope_type") or rope.get("type") or "default"
     return {name: value for name, value in fields.items() if value is not None}
 
 

@@ -67,7 +67,11 @@ def history(run: RunRecord) -> HistoryPlot:
     """Values of every trial at each number of samples that it reached, for each objective and for the mean accuracy."""
     trials = sorted(run.trials, key=lambda trial: trial.number)
     averaged = accuracy_objectives(run.objectives)
-    left_out = {trial.number for trial in trials if violations(trial.values, run.objectives, run.sources)}
+    left_out = {
+        trial.number
+        for trial in trials
+        if trial.invalid is not None or violations(trial.values, run.objectives, run.sources)
+    }
     series = [_series(trials, (objective.name,), objective, left_out) for objective in run.objectives]
     if len(averaged) > 1:
         series.insert(0, _series(trials, averaged, Objective("mean", "mean", "maximize"), left_out))
@@ -87,7 +91,7 @@ def _series(
         trials: Trials, sorted by number.
         names: The objectives, averaged if there are several.
         objective: Name and direction of the values that the line shows.
-        left_out: Numbers of trials that violate constraints, which cannot be the best so far.
+        left_out: Numbers of trials that are invalid or violate constraints, which cannot be the best so far.
     """
     points: list[HistoryPoint] = []
     record: list[RecordPoint] = []

@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 from search_spaces.errors import InvalidRecipe, InvalidStudy, Problem
+from search_spaces.merge import Merge
+from search_spaces.methods import METHODS
 from search_spaces.recipe import Recipe
 from search_spaces.study.file import Study, resolved_model
 from search_spaces.study.search import GivenRecipe
@@ -108,7 +110,8 @@ def _of_mergekit(
 
     `directory` is the directory to which paths in the configuration are relative; None is the current directory.
     `sources` are the study's models. `note` is called with warnings about settings that have no effect. Raises
-    InvalidRecipe if the configuration has other models or another vocabulary.
+    InvalidRecipe if the configuration has other models or another vocabulary. If the configuration has another base
+    than the study, the merges state it, because a recipe's base is that of the study.
     """
     named = {alias: alias for alias in sources.checkpoints}
     named |= {_without_revision(model): alias for alias, model in study.models.named.items()}
@@ -133,7 +136,13 @@ def _of_mergekit(
         layouts=layouts,
         warn=note,
     )
-    return replace(recipe, base=sources.base_alias, tokenizer=study.models.tokenizer).canonical()
+
+    def with_own_base(merge: Merge) -> Merge:
+        return replace(merge, base=merge.base_in(recipe.base)) if METHODS[merge.method].needs_base else merge
+
+    models = {**recipe.models, sources.base_alias: sources.fingerprints[sources.base_alias]}
+    recipe = replace(recipe.rewritten(with_own_base), models=models, base=sources.base_alias)
+    return replace(recipe, tokenizer=study.models.tokenizer).canonical()
 
 
 def _without_revision(model: str) -> str:
@@ -144,7 +153,7 @@ def _check(recipe: Recipe, sources: ResolvedFamily, max_layers: int) -> None:
     """Check that a recipe merges only the models `sources`, and has no more layers than engines can hold.
 
     A merge may have up to `max_layers` layers; if `max_layers` is 0, it may have up to the base's number of layers.
-    Raises InvalidRecipe if the recipe has other models or too many layers.
+    Raises InvalidRecipe if the recipe has other models, another vocabulary or too many layers.
     """
     known = set(sources.fingerprints.values())
     unknown = [f"{alias} ({print_[:12]})" for alias, print_ in recipe.models.items() if print_ not in known]
@@ -154,9 +163,22 @@ def _check(recipe: Recipe, sources: ResolvedFamily, max_layers: int) -> None:
     base, own = recipe.models[recipe.base], sources.fingerprints[sources.base_alias]
     if base != own:
         raise InvalidRecipe(f"its base {recipe.base} ({base[:12]}) is not that of the study ({own[:12]})")
+    tokenizer = _of_vocabulary(recipe.tokenizer, recipe.models)
+    if tokenizer != _of_vocabulary(sources.tokenizer, sources.fingerprints):
+        message = f"the study's is models.tokenizer: {sources.tokenizer}; give a recipe with the same"
+        raise InvalidRecipe(f"its vocabulary is tokenizer: {recipe.tokenizer}, and {message}")
+    if recipe.vocabulary != sources.vocabulary:
+        raise InvalidRecipe(
+            f"has the vocabulary options {dict(recipe.vocabulary)}, which merges of a study cannot have"
+        )
     num_layers, of_base = len(recipe.layers), sources.layout.num_layers
     if max_layers == 0 and num_layers != of_base:
         message = f"has {num_layers} layers, and merges in this search space have {of_base}"
         raise InvalidRecipe(f"{message}; give a search_space with layers of any number, such as dis")
     if 0 < max_layers < num_layers:
         raise InvalidRecipe(f"has {num_layers} layers; give limits.max_layers: {num_layers} or more, now {max_layers}")
+
+
+def _of_vocabulary(tokenizer: str, fingerprints: Mapping[str, str]) -> str:
+    """The vocabulary that `tokenizer` selects, without the model's name: "base", "union" or a model's fingerprint."""
+    return fingerprints.get(tokenizer, tokenizer)

@@ -66,6 +66,30 @@ def selected(*constraints: str) -> tuple[int, list[int]]:
     return best.number, [t.number for t in pareto_front(TRIALS, found)]
 
 
+def test_the_best_of_equal_trials_is_on_the_front() -> None:
+    """Trials that tie in accuracy are compared by the other objectives, so that the best one is held out."""
+    of_layers = Objective("depth", "layers", "minimize", (0.0, 20.0), cost_of_recipe="layers")
+    objectives = (Objective("math", "exact_match", "maximize"), of_layers)
+    trials = [
+        replace(trial(number, 0.0, 0.0), values={"math": math, "depth": depth})
+        for number, math, depth in ((0, 0.3, 10.0), (5, 0.6, 14.0), (9, 0.6, 12.0))
+    ]
+    best = best_trial(trials, objectives)
+    assert best is not None
+    assert best.number == 9
+    assert [each.number for each in finalists(trials, objectives)] == [9, 0]
+
+
+def test_bounds_of_an_invalid_source_stay() -> None:
+    """A constraint that is relative to a source model holds also if the trial of this model is marked as invalid."""
+    found = objectives("text >= base")
+    invalid = [replace(each, invalid="cut off") if each.label == "base" else each for each in TRIALS]
+    best = best_trial(invalid, found)
+    assert best is not None
+    assert best.number == selected("text >= base")[0] == 4
+    assert best_trial(TRIALS, objectives()) is not best
+
+
 def test_the_best_and_the_front_keep_to_all_constraints() -> None:
     assert selected() == (3, [2, 3, 4, 5])
     assert selected("text >= 0.6") == (4, [2, 4, 5])

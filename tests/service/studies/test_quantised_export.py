@@ -6,6 +6,7 @@ import errno
 import json
 import os
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,18 @@ def test_scores_are_of_the_samples_that_the_study_scored(site: Site, tmp_path: P
     assert f"| {' | '.join(scores_table(scores)[0])} |" in card
     assert notes[0].startswith("quantised 14 linear layers: ")
     assert list(tmp_path.iterdir()) == [out], "the merge in full is removed"
+
+
+def test_values_outside_their_range_have_intervals(site: Site, tmp_path: Path) -> None:
+    """A quantised model may have a sample beyond the range of the metric; intervals then assume no bounds."""
+
+    def score(directory: Path, options: Any, spans: Sequence[Span]) -> tuple[SampleResult, ...]:
+        first, *others = all_right(directory, options, spans)
+        return (replace(first, value=1.5), *others)
+
+    scores = export_quantised(site.store, the_study(site), BEST, tmp_path / "q", scheme="int8", score=score)
+    assert scores["sums"].quantised.value == pytest.approx(1.025)
+    assert scores["sums"].quantised.ci95[1] > 1.025
 
 
 def test_four_bits_are_computed_with_activations_in_sixteen(site: Site, tmp_path: Path) -> None:

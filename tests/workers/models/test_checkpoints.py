@@ -135,6 +135,11 @@ def test_another_rotary_embedding_is_named_however_it_is_written(tmp_path: Path)
     scaled = write(tmp_path / "scaled", rope_theta=1e6, rope_scaling={"type": "yarn", "factor": 4.0})
     message = problems_of(lambda: resolve_family(expert, {"scaled": scaled}))
     assert message.endswith("rope_type is 'yarn'; the base has 'default'")
+    plain = write(tmp_path / "plain", rope_theta=1e6, rope_scaling=None)
+    message = problems_of(lambda: resolve_family(plain, {"scaled": scaled}))
+    assert message.endswith("rope_type is 'yarn'; the base has 'default'")
+    message = problems_of(lambda: resolve_family(scaled, {"plain": plain}))
+    assert message.endswith("rope_type is 'default'; the base has 'yarn'")
 
 
 def test_a_rotary_embedding_that_is_no_mapping_is_none(tmp_path: Path) -> None:

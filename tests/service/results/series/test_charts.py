@@ -101,6 +101,15 @@ def test_costs_alone_have_a_history_without_samples() -> None:
     assert [(point.trial, point.value, point.samples) for point in found.points] == [(0, 5.0, 0)]
 
 
+def test_invalid_trials_are_not_the_best_so_far(run: RunRecord) -> None:
+    before = history(run).series[0].record
+    best = before[-1].trial
+    trials = tuple(replace(each, invalid="cut off") if each.number == best else each for each in run.whole_trials)
+    after = history(replace(run, trials=trials)).series[0].record
+    assert best not in [point.trial for point in after]
+    assert after[: len(before) - 1] == before[:-1]
+
+
 def test_points_of_a_front_have_the_interval_of_the_mean(run: RunRecord) -> None:
     """The interval of the mean of K equal and symmetric intervals is narrower by sqrt(K); one objective has none."""
     full = next(trial for trial in run.trials if trial.values)

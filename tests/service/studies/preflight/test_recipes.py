@@ -8,12 +8,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.baselines import all_baselines
 from search_spaces.recipe import Recipe
 from search_spaces.study.file import Study, parse_study
 from service.studies.preflight.recipes import given_recipes
 from tests.service.resolved import study_document
+from workers.merging.bank import Bank
+from workers.merging.materialize import merged_tensors
 from workers.models.family import ResolvedFamily, locate_family
 from workers.tiny_family import family_dir
 
@@ -80,6 +83,36 @@ def test_mergekit_names_the_studys_models(tmp_path: Path, sources: ResolvedFamil
     found, problems = read(sources, {"file": "ties.yml"}, {"file": "ties.yml", "name": "again"}, directory=tmp_path)
     assert problems == ["search.recipes.1: again is the same merge as ties; leave one out"]
     assert set(found["ties"].models.values()) == {sources.fingerprints[alias] for alias in ("base", "math", "text")}
+
+
+def test_a_mergekit_file_keeps_its_own_base(sources: ResolvedFamily) -> None:
+    """Task vectors of a file whose base is an expert are differences from that expert, not from the study's base."""
+    document = {
+        "merge_method": "task_arithmetic",
+        "base_model": "math",
+        "models": [{"model": "text", "parameters": {"weight": 0.5}}],
+    }
+    found, problems = read(sources, {"name": "own", "recipe": document})
+    assert problems == []
+    recipe: Recipe = found["own"]
+    assert recipe.base == "base"
+    assert {merge.base_in(recipe.base).model for merge in recipe.merges()} == {"math"}
+    name = "model.layers.0.mlp.up_proj.weight"
+    math, text = (sources.checkpoints[alias].read(name).float() for alias in ("math", "text"))
+    ((_, merged),) = merged_tensors(recipe, Bank(sources, keeps_statistics=False), torch.float32, names={name})
+    torch.testing.assert_close(merged, math + 0.5 * (text - math))
+
+
+def test_recipes_with_another_vocabulary_are_refused(sources: ResolvedFamily, average: Recipe) -> None:
+    union = {**average.to_json(), "tokenizer": "union"}
+    padded = {**average.to_json(), "vocabulary": {"multiple_of": 64}}
+    found, problems = read(sources, {"name": "union", "recipe": union}, {"name": "padded", "recipe": padded})
+    assert found == {}
+    assert problems == [
+        "search.recipes.0: its vocabulary is tokenizer: union, and the study's is models.tokenizer: base; give a "
+        "recipe with the same",
+        "search.recipes.1: has the vocabulary options {'multiple_of': 64}, which merges of a study cannot have",
+    ]
 
 
 def test_recipes_that_do_not_fit_are_named(tmp_path: Path, sources: ResolvedFamily, average: Recipe) -> None:
