@@ -15,6 +15,7 @@ from service.results.report.charts import Interval, Legend, Plot, forest, legend
 from service.results.report.marks import MAX_POINTS, MAX_ROWS, SHAPES, evenly
 from service.results.report.scales import nice_scale
 from service.results.report.texts import number_text, point_name
+from service.results.selection import costs_of_values
 from service.results.series.front import FrontPoint, front
 from service.types import Origin
 
@@ -30,7 +31,7 @@ def front_section(run: RunRecord) -> dict[str, Any] | None:
     if not plot.points:
         return None
     on_front = sorted((point for point in plot.points if point.is_on_front), key=lambda point: point.trial)
-    rows = sorted(on_front, key=lambda point: -statistics.fmean(point.values.values()))
+    rows = sorted(on_front, key=lambda point: statistics.fmean(costs_of_values(point.values, run.objectives)))
     digests = {trial.number: trial.recipe.digest for trial in run.trials}
     if len(run.objectives) == 1:
         charts = [{"name": run.objectives[0].name, "svg": _ranking_chart(plot.points, run.objectives[0])}]

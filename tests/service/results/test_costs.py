@@ -20,6 +20,7 @@ from service.results.files import write_results
 from service.results.load import run_record
 from service.results.record import RunRecord
 from service.results.report import render_report
+from service.results.report.front import front_section
 from service.results.selection import best_trial, costs_of, finalists
 from service.results.series import CHARTS
 from service.results.summary import summary
@@ -69,6 +70,19 @@ def test_the_best_trial_is_that_of_the_scored_objectives(run: RunRecord) -> None
     assert best is not None
     assert best.values["math"] + best.values["text"] == max(t.values["math"] + t.values["text"] for t in complete)
     assert "highest mean of math, text" in summary(run)["selection"]["best"]
+
+
+def test_the_table_of_the_front_begins_with_the_lowest_costs(run: RunRecord) -> None:
+    """The table has a limit, so the worst merges, such as those with the most parameters, must not come first."""
+    small, large = [trial for trial in run.whole_trials if trial.values][:2]
+    least, most = SIZE.most("parameters") / 2, SIZE.most("parameters")
+    changed = (
+        replace(small, values={"math": 0.5, "text": 0.5, "depth": 1.0, "size": least}),
+        replace(large, values={"math": 0.51, "text": 0.5, "depth": 2.0, "size": most}),
+    )
+    section = front_section(replace(run, trials=changed))
+    assert section is not None
+    assert [row["point"].trial for row in section["rows"]] == [small.number, large.number]
 
 
 def test_constraints_on_costs_are_compared_with_the_sources(run: RunRecord) -> None:
