@@ -244,6 +244,8 @@ class Span:
 class ScoreRequest:
     """Request of a study to score a recipe on samples, which are given as spans (ranges of positions).
 
+    Each objective has at most one span, because the result has one hash of prompts for each objective.
+
     `crashes` is the number of engines that have crashed on this request so far. If it is a number, the next crash is
     raised as EngineCrashed; if it is None, the scorer itself sends the request again after a crash. With at least one
     crash, a new replica first scores one sample with the base model, which shows whether the engine works at all.
@@ -259,6 +261,17 @@ class ScoreRequest:
     crashes: int | None = None
     trial: int | None = field(default=None, compare=False)
     traceparent: str | None = field(default=None, compare=False)
+
+    def __post_init__(self) -> None:
+        ranges: dict[str, list[str]] = {}
+        for span in self.spans:
+            ranges.setdefault(span.objective, []).append(f"[{span.start}:{span.stop}]")
+        for objective, found in ranges.items():
+            if len(found) > 1:
+                raise ValueError(
+                    f"spans: objective {objective!r} has {len(found)} ranges of samples, {' and '.join(found)}; send a "
+                    f"request for each range (study {self.study!r})"
+                )
 
     @property
     def num_samples(self) -> int:

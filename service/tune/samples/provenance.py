@@ -19,6 +19,9 @@ class ProvenanceCheck:
     These hashes are the evidence of the result. `bank_fingerprint` is the fingerprint of the study's source models.
     `stored` is the evidence that earlier drivers have stored. Results of one recipe must have the same checksum of
     weights, and results on the same samples must have the same hash of prompts.
+
+    Earlier versions could score two ranges of one objective together: the hash was that of the second range, and its
+    key named all positions from the first range to the second. The hashes of such evidence are ignored.
     """
 
     def __init__(self, bank_fingerprint: str, stored: Iterable[EvidenceRecord]) -> None:
@@ -27,7 +30,8 @@ class ProvenanceCheck:
         self._prompts: dict[str, str] = {}
         for row in stored:
             self._checksums[row.recipe_digest] = row.weights_checksum
-            self._prompts.update(row.prompts)
+            if _names_all_samples(row):
+                self._prompts.update(row.prompts)
 
     def check(self, evaluation: Evaluation, result: ScoreResult) -> ScoreResult:
         """Check that the result of `evaluation` comes from the requested merge and prompts, and return it.
@@ -64,3 +68,9 @@ class ProvenanceCheck:
                     "task data or tokenizer have changed"
                 )
         return replace(result, evidence=replace(evidence, prompts=prompts))
+
+
+def _names_all_samples(row: EvidenceRecord) -> bool:
+    """Whether the ranges of positions in the keys of the hashes of prompts have as many samples as the evidence."""
+    ranges = (key[key.rindex("[") + 1 : -1].split(":") for key in row.prompts)
+    return sum(int(stop) - int(start) for start, stop in ranges) == row.num_samples

@@ -229,8 +229,9 @@ def _spans(positions: Mapping[str, Sequence[int]], tasks: Mapping[str, TaskSpec]
 def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
     """Divide the spans, in order, into chunks (the samples of one request) of at most `limit` samples.
 
-    A span is a range of sample positions; a span that does not fit into the rest of a chunk is cut in two. The last
-    chunk may be smaller.
+    A span is a range of sample positions; a span that does not fit into the rest of a chunk is cut in two. A chunk has
+    at most one span of an objective, because an engine reports one hash of prompts for each objective. The spans of an
+    objective follow each other.
     """
     chunks: list[tuple[Span, ...]] = []
     current: list[Span] = []
@@ -238,13 +239,13 @@ def _chunks(spans: Iterable[Span], limit: int) -> tuple[tuple[Span, ...], ...]:
     for span in spans:
         start = span.start
         while start < span.stop:
+            if current and (room == 0 or current[-1].objective == span.objective):
+                chunks.append(tuple(current))
+                current, room = [], limit
             stop = min(span.stop, start + room)
             current.append(replace(span, start=start, stop=stop))
             room -= stop - start
             start = stop
-            if room == 0:
-                chunks.append(tuple(current))
-                current, room = [], limit
     if current:
         chunks.append(tuple(current))
     return tuple(chunks)

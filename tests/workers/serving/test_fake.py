@@ -99,3 +99,10 @@ def test_inline_tasks_are_counted_from_their_file(tmp_path: Path) -> None:
     file.write_text("".join(json.dumps({"prompt": "x", "answer": "y"}) + "\n" for _ in range(7)))
     infos = FakeScorer(num_samples=50).describe((TaskSpec({"file": str(file)}, "exact_match"), TASK))
     assert [info.num_samples for info in infos] == [7, 50]
+
+
+def test_a_request_names_an_objective_once() -> None:
+    """An engine reports one hash of prompts for each objective."""
+    spans = tuple(Span(name, TASK, *at) for name, *at in (("math", 0, 30), ("text", 0, 30), ("math", 90, 270)))
+    with pytest.raises(ValueError, match=r"'math' has 2 ranges of samples, \[0:30\] and \[90:270\]; .*study 'study'"):
+        ScoreRequest("study", recipe(0.2, 0.2), spans)

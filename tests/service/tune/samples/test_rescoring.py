@@ -153,6 +153,41 @@ def test_faulty_scores_are_repeated(tmp_path: Path, studies: tuple[Store, list[s
         assert store.void_samples(study) == ()
 
 
+class Alternating(Replicas):
+    """Fake replicas that score in turn; a replica that fails a check scores no more."""
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        result = super().score(request)
+        self.replicas.append(self.replicas.pop(0))
+        return result
+
+
+def test_gaps_between_void_samples_fail_no_study(tmp_path: Path) -> None:
+    """A trial's void samples may have those of another replica between them."""
+    store, study = new_study(tmp_path)
+    scorer = Alternating(FakeScorer(replica="one", fails_canary_at=25), FakeScorer(replica="two"))
+    drive(coordinator_of(store, study, scheduler="asha", max_trials=30, chunk_samples=512), scorer)
+    assert len(events(store, study, EventKind.SCORED_AGAIN)) == 1
+    assert store.void_samples(study) == ()
+
+
+def test_hashes_of_samples_with_gaps_are_ignored(tmp_path: Path) -> None:
+    """Earlier versions stored the hash of the second of two ranges under a key that named both."""
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study)
+    evaluation = coordinator.next_evaluation()
+    assert evaluation is not None
+    math = evaluation.chunks[0][0]
+    gaps = ScoreRequest(study, evaluation.recipe, (replace(math, start=3),))
+    result = FakeScorer().score(gaps)
+    first = FakeScorer().score(replace(gaps, spans=(replace(math, stop=2),)))
+    hashes = {f"search {math.objective}[0:{math.stop}]": result.evidence.prompts[math.objective]}
+    stored = replace(result, samples=first.samples + result.samples)
+    stored = replace(stored, evidence=replace(result.evidence, prompts=hashes))
+    coordinator._writer.record_chunk(evaluation.trial, Split.SEARCH, stored)
+    drive(coordinator_of(store, study), FakeScorer())
+
+
 def test_readers_of_changed_trials_have_every_change(
     studies: tuple[Store, list[str]], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -49,6 +49,16 @@ def test_chunks_hold_missing_samples_once(tmp_path: Path) -> None:
     assert samples.missing_chunks(recipe.digest, 0, Split.SEARCH) == (tuple(missing),)
 
 
+def test_a_chunk_has_one_span_of_an_objective(tmp_path: Path) -> None:
+    samples, _ = book(tmp_path, chunk_samples=30)
+    positions = {"math": [0, 1, 2, 20, 21], "text": [5, *range(8, 36)]}
+    assert [bounds(chunk) for chunk in samples.chunks(positions, Split.SEARCH)] == [
+        [("math", 0, 3)],
+        [("math", 20, 22), ("text", 5, 6)],
+        [("text", 8, 36)],
+    ]
+
+
 def test_finished_rung_has_mean_and_error(tmp_path: Path) -> None:
     """A finished rung has the mean of its samples and its standard error."""
     samples, recipe = book(tmp_path)
