@@ -32,9 +32,10 @@ __all__ = ["run_evaluations"]
 
 logger = logging.getLogger(__name__)
 
-# Longest wait for the searcher in seconds: with no evaluation in flight, and with some. The short wait is for quick
-# proposals, because Tune's loop may take 0.1 s until it asks again.
-SEARCHER_WAIT_S = 5.0
+# Longest wait for the searcher in seconds: with no evaluation in flight, before signals and progress are looked at
+# again, and with some evaluations in flight. The second wait is for quick proposals, because Tune's loop may take 0.1 s
+# until it asks again.
+SEARCHER_WAIT_S = 0.25
 SEARCHER_SOON_S = 0.03
 
 # Seconds that chunks wait for further trial actors after the last actor has started: without a free CPU for another
@@ -147,11 +148,19 @@ class _EvaluationSource(_NotPickled, Searcher):
     """A search algorithm for Tune that gives Tune the coordinator's evaluations, at most `concurrency` at a time.
 
     `interrupt` says whether the run must end after Ctrl-C. `raised` keeps an error of the coordinator, because Tune
-    would raise a different error.
+    would raise a different error. `tick` is called several times a second while no evaluation runs and none can start.
     """
 
-    def __init__(self, coordinator: Coordinator, concurrency: int, interrupt: _Interrupt, raised: _Raised) -> None:
+    def __init__(
+        self,
+        coordinator: Coordinator,
+        concurrency: int,
+        interrupt: _Interrupt,
+        raised: _Raised,
+        tick: Callable[[], None],
+    ) -> None:
         super().__init__(metric=None, mode=None)
+        self._tick = tick
         self._raised = raised
         self._interrupt = interrupt
         self._coordinator = coordinator
@@ -160,6 +169,26 @@ class _EvaluationSource(_NotPickled, Searcher):
         self._spans: dict[str, tracing.Span] = {}
 
     def suggest(self, trial_id: str) -> Any:
+        """Give Tune the next evaluation, or None if a running evaluation must finish first.
+
+        If no evaluation runs, this method waits for the next one, for example for the searcher's next proposal. Tune
+        would otherwise repeat the call for ten minutes within one step of its loop, without calling `_Observer`.
+        Therefore this method calls `tick` meanwhile, and lets the run end after Ctrl-C.
+        """
+        while True:
+            asked_at = time.monotonic()
+            suggested = self._suggested(trial_id)
+            if suggested is not None or self._evaluations:
+                return suggested
+            self._interrupt.check(())
+            self._tick()
+            time.sleep(max(0.0, asked_at + SEARCHER_WAIT_S - time.monotonic()))
+
+    def _suggested(self, trial_id: str) -> Any:
+        """The next evaluation in the form of a Tune configuration, FINISHED if none is left, or None if none can start.
+
+        With no evaluation in flight, the method waits at most SEARCHER_WAIT_S seconds for the searcher.
+        """
         if self._interrupt.is_requested:
             return None
         # The limit counts Tune's trials, not the coordinator's evaluations in flight: Tune would start another actor
@@ -391,7 +420,8 @@ def _missing_actors(running: int, wanted: int) -> str:
 class _Observer(_NotPickled, tune.Callback):
     """Callback for Tune that saves memory by removing samples from the results that Tune keeps.
 
-    At every step of Tune's loop it also calls the function `tick`, and lets `interrupt` end the run after Ctrl-C.
+    At every step of Tune's loop it also calls the function `tick`, and lets `interrupt` end the run after Ctrl-C. While
+    no evaluation runs and none can start, the loop stays in one step, in which `_EvaluationSource` does the same.
     """
 
     def __init__(self, tick: Callable[[], None], interrupt: _Interrupt) -> None:
@@ -434,7 +464,7 @@ def run_evaluations(
     trainable = tune.with_parameters(EvaluationTrainable, scorer=scorer)
     trainable.__qualname__ = EvaluationTrainable.__qualname__  # the name of the actors in the dashboard
     interrupt, raised = _Interrupt(note), _Raised()
-    source = _EvaluationSource(coordinator, concurrency, interrupt, raised)
+    source = _EvaluationSource(coordinator, concurrency, interrupt, raised, tick)
     tuner = tune.Tuner(
         trainable,
         tune_config=tune.TuneConfig(

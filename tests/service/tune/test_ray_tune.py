@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 import uuid
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -27,7 +27,7 @@ from service.tune import ray_tune
 from service.tune.ray_tune import run_evaluations
 from service.types import TrialState
 from tests.conftest import OPTIONS
-from tests.service.tune.harness import coordinator_of, new_study
+from tests.service.tune.harness import InlineProposer, coordinator_of, lfs_space, new_study
 from workers.errors import EngineUnavailable, EvidenceMismatch
 from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
@@ -119,6 +119,51 @@ def test_a_run_that_is_to_end_stores_its_chunks(number: signal.Signals, ray_clus
         stored = connection.execute(sa.select(sa.func.count()).select_from(schema.evidence)).scalar_one()
     assert stored == requested
     assert "ends when the chunks that are being scored are stored; a second Ctrl-C ends it at once" in notes
+
+
+@pytest.mark.slow
+def test_a_run_without_evaluations_ends_after_sigterm(ray_cluster: None, tmp_path: Path) -> None:
+    """A search whose baselines are scored may wait for its first proposal for hours."""
+
+    class Silent(InlineProposer):
+        def result(self, *, timeout_s: float) -> Any:
+            time.sleep(timeout_s)
+
+    store, study = new_study(tmp_path)
+    coordinator = coordinator_of(store, study, proposer=Silent(lfs_space()), max_trials=9)
+    signalled = list[float]()
+    ticks = list[tuple[float, float]]()  # the time, and the processor time until then
+    is_over = threading.Event()
+
+    def interrupt() -> None:
+        while not all(trial.state.is_finished for trial in store.trials(study)):
+            if is_over.wait(0.2):
+                return
+        is_over.wait(3.0)
+        while len(signalled) < 2:  # the second one ends a run that does not look
+            signalled.append(time.monotonic())
+            os.kill(os.getpid(), signal.SIGTERM)
+            if is_over.wait(20.0):
+                return
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with ExitStack() as stack:
+        stack.callback(is_over.set)
+        with pytest.raises(KeyboardInterrupt):
+            run_evaluations(
+                coordinator,
+                FakeScorer(),
+                name="study",
+                storage_dir=tmp_path / "ray",
+                concurrency=CONCURRENCY,
+                tick=lambda: ticks.append((time.monotonic(), time.process_time())),
+            )
+    assert time.monotonic() - signalled[0] < 5.0
+    thread.join()
+    waiting = [busy_s for at, busy_s in ticks if signalled[0] - 2.0 < at < signalled[0]]
+    assert len(waiting) >= 4
+    assert waiting[-1] - waiting[0] < 1.0
 
 
 @pytest.mark.slow
