@@ -56,6 +56,8 @@ class ResolvedStudy:
     - `algorithm`, `algorithm_reason`: name of the searcher, and why it was chosen; None in studies of early versions.
     - `searcher_version`: version of the searcher when the study was created. A searcher gets a new version when a
       change of its code makes other proposals for the same results.
+    - `scheduler_version`: version of the scheduler when the study was created. A scheduler gets a new version when a
+      change of its code makes other decisions for the same results.
     - `chained`: sources that are merges of other studies or experts of fine-tunings, keyed by alias.
     - `recipes`: digests of the recipes that the study file lists, keyed by name.
     - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16"; None
@@ -76,6 +78,7 @@ class ResolvedStudy:
     algorithm: str | None = field(default=None, compare=False)
     algorithm_reason: str | None = field(default=None, compare=False)
     searcher_version: int = field(default=1, compare=False)
+    scheduler_version: int = field(default=1, compare=False)
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
     open_brackets: int = OPEN_BRACKETS
     batch: int = 1
@@ -106,6 +109,7 @@ class ResolvedStudy:
             "algorithm": self.algorithm,
             "algorithm_reason": self.algorithm_reason,
             "searcher_version": self.searcher_version,
+            "scheduler_version": self.scheduler_version,
             **({"recipes": dict(self.recipes)} if self.recipes else {}),
             **({} if self.dtype is None else {"dtype": self.dtype}),
             **({"gpu_share_left": self.gpu_share_left} if self.gpu_share_left else {}),
@@ -151,6 +155,7 @@ class ResolvedStudy:
             algorithm=document.get("algorithm"),
             algorithm_reason=document.get("algorithm_reason"),
             searcher_version=document.get("searcher_version", 1),
+            scheduler_version=document.get("scheduler_version", 1),
             open_brackets=document.get("open_brackets", OPEN_BRACKETS),
             batch=document.get("batch", 1),
             recipes=document.get("recipes", {}),

@@ -114,6 +114,7 @@ class Plan:
     - `max_staleness`: the number of trials by which proposals may be ahead of evaluations
     - `batch`: the number of consecutive proposals that are made from the same results
     - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
+    - `scheduler_version`: the version of the scheduler that the study was created with; None for the newest version
     - `error_rate`: for the scheduler racing, the largest probability that it stops any trial wrongly; None lets it stop
       a trial as soon as its results are worse than the results of another trial
     - `max_duplicates`: the search ends after this number of consecutive proposals with recipes of earlier trials
@@ -142,6 +143,7 @@ class Plan:
     open_brackets: int = OPEN_BRACKETS
     batch: int = 1
     waits_for_baselines: bool = False
+    scheduler_version: int | None = None
     error_rate: float | None = None
     max_duplicates: int = 16
     """The search ends after this many proposals in a row whose recipe was scored already."""

@@ -85,8 +85,8 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
     """Raise Conflict if models, task data or recipes of a stored study have changed since it was created.
 
     `record` is the study's job, with the fingerprints (hashes of files) that were stored at that time; `resolved` has
-    the present fingerprints. Also raises Conflict if this program does not have the version of the searcher that the
-    study was created with.
+    the present fingerprints. Also raises Conflict if this program does not have the version of the searcher or of the
+    scheduler that the study was created with.
     """
     stored = ResolvedStudy.of(record)
     known = SEARCHERS[stored.algorithm].version if stored.algorithm in SEARCHERS else 1
@@ -94,6 +94,11 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
         raise Conflict(
             f"study {record.name!r}: was created with version {stored.searcher_version} of the searcher "
             f"{stored.algorithm}, this program has versions up to {known}; continue it with the program that created it"
+        )
+    if stored.scheduler_version > resolved.scheduler_version:
+        raise Conflict(
+            f"study {record.name!r}: was created with version {stored.scheduler_version} of its scheduler, this "
+            f"program has versions up to {resolved.scheduler_version}; continue it with the program that created it"
         )
     for key in ("fingerprints", "tasks", "holdout_tasks", "recipes"):
         before: Mapping[str, str] = getattr(stored, key)

@@ -26,6 +26,7 @@ from service.studies.preflight.gradients import GradientPlace
 from service.studies.preflight.resources import MemoryPlan
 from service.tune.plan import Baseline, Benchmark, Plan, RefinementPlan
 from service.tune.proposing.gradient_actor import GradientInputs
+from service.tune.schedulers import SCHEDULERS
 from service.tune.searchers.base import Observation, SearchSetting
 from service.types import Origin
 from workers.file_access import FileAccess
@@ -246,6 +247,7 @@ class PreflightResult:
             algorithm=self.algorithm.name,
             algorithm_reason=self.algorithm.reason,
             searcher_version=SEARCHERS[self.algorithm.name].version,
+            scheduler_version=SCHEDULERS[self.study.fidelity.scheduler].version,
             chained=self.models.chained,
             recipes={name: recipe.digest for name, recipe in self.recipes},
             dtype=self.dtype,
@@ -345,10 +347,10 @@ class PreflightResult:
     def plan(self, study_id: str, resolved: ResolvedStudy, *, baselines: tuple[Baseline, ...] | None = None) -> Plan:
         """Make the plan of the study `study_id`: all settings that determine what its driver evaluates.
 
-        `resolved` has facts that were stored when the study was created. The plan uses these facts: the searcher, how
-        far proposals may run ahead of results, the number of open brackets (ladders of rungs), and the number of
-        proposals in a batch. `baselines` are the baselines of a study that is resumed, or None to use the baselines of
-        a new study.
+        `resolved` has facts that were stored when the study was created. The plan uses these facts: the searcher, the
+        version of the scheduler, how far proposals may run ahead of results, the number of open brackets (ladders of
+        rungs), and the number of proposals in a batch. `baselines` are the baselines of a study that is resumed, or
+        None to use the baselines of a new study.
         """
         declared = SEARCHERS[resolved.algorithm or self.study.search.algorithm]
         return Plan(
@@ -361,6 +363,7 @@ class PreflightResult:
             holdout_samples={name: info.num_samples for name, info in self.tasks.holdout_infos.items()},
             benchmarks=self.tasks.benchmarks,
             scheduler=self.study.fidelity.scheduler,
+            scheduler_version=resolved.scheduler_version,
             cycle=self.budget.cycle,
             eta=self.study.fidelity.reduction_factor,
             max_trials=self.study.search.num_proposals,

@@ -60,5 +60,6 @@ def rung_table(
         batch=plan.batch,
         waits_for_baselines=plan.waits_for_baselines,
         violation=violation,
+        version=plan.scheduler_version,
         **own,
     )

@@ -20,6 +20,7 @@ from abc import ABC, abstractmethod
 from bisect import insort
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 from search_spaces.fidelity import Bracket
 from search_spaces.objectives import Candidate
@@ -135,7 +136,13 @@ class RungTable(ABC):
     - `open_brackets`: the number of brackets of Hyperband in which trials may run at the same time
     - `violation(trial, rung)`: the trial's violation of constraints at a rung for which it has a result; called when a
       decision is made on a proposed trial
+    - `version`: the version of the scheduler with which the study was created; None for the newest version
+
+    The class attribute `version` is the newest version of a scheduler. It increases whenever the scheduler's decisions
+    for the same results change.
     """
+
+    version: ClassVar[int] = 1
 
     def __init__(
         self,
@@ -150,8 +157,10 @@ class RungTable(ABC):
         batch: int = 1,
         waits_for_baselines: bool = False,
         violation: Callable[[int, int], float] = lambda number, rung: 0.0,
+        version: int | None = None,
     ) -> None:
         self._violation = violation
+        self._version = type(self).version if version is None else version
         self.last_rung = num_rungs - 1
         self._eta = eta
         self._cycle = tuple(cycle)
@@ -189,6 +198,11 @@ class RungTable(ABC):
         order of arrival, before the first one that is not evaluated yet. The result includes the trials that the rung
         has promoted already.
         """
+
+    @property
+    def _most_promoted_at_once(self) -> int | None:
+        """The most trials that one decision promotes from a rung to the next one; None is no limit."""
+        return None
 
     @abstractmethod
     def _see_later(self, number: int, bracket: int) -> bool:
@@ -351,7 +365,7 @@ class RungTable(ABC):
             if is_complete and not rung.is_closed and rung.num_decided == len(rung.members):
                 promoted += self._promote_last(bracket, rung, above)
                 pruned = self._prune(rung)
-                rival = self._last_promoted(bracket, rung) if pruned else None
+                rival = self._last_promoted(bracket, rung, above) if pruned else None
                 rung.is_closed = True
             if promoted or pruned:
                 decisions.append(Decision(bracket, rung.index, promoted, pruned, rival=rival))
@@ -541,24 +555,25 @@ class RungTable(ABC):
         num_best = self._brackets[bracket].num_promoted(len(rung.members))
         return tuple(self._promote(rung, above, num_best, cause=self._members[bracket][-1]))
 
-    def _last_promoted(self, bracket: int, rung: Rung) -> int | None:
-        """The lowest-ranked trial that a rung promotes; call it once all trials of the rung have arrived there.
+    def _last_promoted(self, bracket: int, rung: Rung, above: Rung) -> int | None:
+        """The lowest-ranked of the best trials that a rung has promoted to the rung `above`.
 
-        A rung is a number of samples at which trials are compared, and `bracket` is the index of its bracket (a ladder
-        of rungs). Returns None if the rung promotes no trial.
+        Call it once all trials of the rung have arrived there. A rung is a number of samples at which trials are
+        compared, and `bracket` is the index of its bracket (a ladder of rungs). The best trials are as many as the rung
+        has to promote. Returns None if the rung has promoted no trial.
         """
         best = rung.ranking.best(self._brackets[bracket].num_promoted(len(rung.members)))
-        return best[-1] if best else None
+        return next((number for number in reversed(best) if number in above.members), None)
 
     def _promote(self, rung: Rung, above: Rung, num_best: int, cause: int) -> list[int]:
         """Promote the best `num_best` trials of `rung` to the rung `above`, unless they were promoted before.
 
-        A rung is a number of samples at which trials are compared. Only trials on which decisions have been made are
-        ranked. `cause` is the number of the newest trial whose first result was needed for this decision; it is stored
-        at the rung `above`, where it decides which proposals may use the promoted trials' results. Returns the numbers
-        of the trials that are promoted now.
+        At most `_most_promoted_at_once` of them are promoted. A rung is a number of samples at which trials are
+        compared. Only trials on which decisions have been made are ranked. `cause` is the number of the newest trial
+        whose first result was needed for this decision; it is stored at the rung `above`, where it decides which
+        proposals may use the promoted trials' results. Returns the numbers of the trials that are promoted now.
         """
-        promoted = rung.ranking.take(num_best)
+        promoted = rung.ranking.take(num_best, most=self._most_promoted_at_once)
         for number in promoted:
             above.add(number, cause=cause)
             self._continue(self._entries[number], above.index)

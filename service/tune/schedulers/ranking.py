@@ -42,14 +42,17 @@ class Ranking:
             self._feasible = _Line() if len(candidate.costs) == 1 else _Fronts(len(candidate.costs))
         self._feasible.add(candidate.number, candidate.costs)
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, *, most: int | None = None) -> list[int]:
         """The numbers of the best `count` trials, in order of promotion, without trials that an earlier call returned.
 
-        If an earlier call returned some of the best `count` trials, the result has fewer than `count` numbers.
+        If an earlier call returned some of the best `count` trials, the result has fewer than `count` numbers. At most
+        `most` numbers are returned; None is no limit.
         """
+        most = count if most is None else most
         if self._feasible is None:
-            return self._infeasible.take(count)
-        return self._feasible.take(count) + self._infeasible.take(count - len(self._feasible))
+            return self._infeasible.take(count, most=most)
+        taken = self._feasible.take(count, most=most)
+        return taken + self._infeasible.take(count - len(self._feasible), most=most - len(taken))
 
     def best(self, count: int) -> list[int]:
         """The numbers of the best `count` trials, or of all trials if there are fewer, in order of promotion."""
@@ -61,14 +64,14 @@ class _Order(Protocol):
     """Interface of classes that keep trials in the order of promotion, which their costs determine.
 
     The method `best` returns the best trials. The method `take` does the same, but leaves out trials that it has
-    returned before.
+    returned before, and returns at most `most` trials.
     """
 
     def __len__(self) -> int: ...
 
     def add(self, number: int, costs: Costs) -> None: ...
 
-    def take(self, count: int) -> list[int]: ...
+    def take(self, count: int, *, most: int) -> list[int]: ...
 
     def best(self, count: int) -> list[int]: ...
 
@@ -87,11 +90,11 @@ class _Line:
         insort(self._all, (costs[0], number))
         insort(self._left, (costs[0], number))
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, *, most: int) -> list[int]:
         if count <= 0 or not self._all:
             return []
         last = self._all[min(count, len(self._all)) - 1]
-        stop = bisect_right(self._left, last)
+        stop = min(most, bisect_right(self._left, last))
         taken, self._left = self._left[:stop], self._left[stop:]
         return [number for _, number in taken]
 
@@ -136,13 +139,13 @@ class _Fronts:
                 return
         self._rest = np.concatenate([self._rest, moved])
 
-    def take(self, count: int) -> list[int]:
+    def take(self, count: int, *, most: int) -> list[int]:
         taken: list[int] = []
         rank = 0
-        while count > 0 and rank < self._num_fronts(rank):
+        while count > 0 and len(taken) < most and rank < self._num_fronts(rank):
             front = self._fronts[rank]
             if not self._is_taken[front].all():
-                taken += self._take_of(np.sort(front), count)
+                taken += self._take_of(np.sort(front), count, most=most - len(taken))
             count -= len(front)
             rank += 1
         return taken
@@ -162,9 +165,9 @@ class _Fronts:
         order: NDArray[np.intp] = front[np.lexsort((numbers, -np.array(distances)))]
         return order
 
-    def _take_of(self, front: NDArray[np.intp], count: int) -> list[int]:
+    def _take_of(self, front: NDArray[np.intp], count: int, *, most: int) -> list[int]:
         order = self._in_order(front)[:count]
-        new = order[~self._is_taken[order]]
+        new = order[~self._is_taken[order]][:most]
         self._is_taken[new] = True
         return [self._numbers[place] for place in new.tolist()]
 

@@ -13,7 +13,7 @@ from dataclasses import replace
 from typing import Any
 
 from search_spaces.fidelity import Bracket
-from service.tune.schedulers.base import Proposal, RungTable
+from service.tune.schedulers.base import Proposal, Rung, RungTable
 
 __all__ = ["AshaTable", "HyperbandTable", "SuccessiveHalvingTable"]
 
@@ -143,17 +143,23 @@ class AshaTable(RungTable):
     """ASHA scheduler: after every result, a rung promotes trials among the best 1/eta of its trials.
 
     A rung is a number of samples at which trials are compared; its members are the trials that have arrived there. The
-    search differs from the paper in two ways, so that its trials do not depend on the order in which results arrive:
+    search differs from the paper in three ways, so that its trials do not depend on the order in which results arrive,
+    and so that it is known how many samples they can still take:
 
     - The members of a rung are ordered by their arrival, not by the time of their result. Decisions on the first k
       members are made when all k members are evaluated. A slow member therefore delays promotions of later members, but
-      nothing waits for a whole bracket (ladder of rungs). With one worker, promotions are the same as in the paper.
+      nothing waits for a whole bracket (ladder of rungs). With one worker and one objective, promotions are the same as
+      in the paper.
+    - A decision promotes at most one trial. With several objectives, one result may bring several trials among the best
+      1/eta, because it changes crowding distances. The best of them is promoted at once, and each later decision
+      promotes one more, as long as it is among the best 1/eta. In studies of version 1 of this scheduler, one decision
+      promotes all of them, so such a study may take more samples than its limit.
     - The search in the paper never ends. When this search ends, a rung that has promoted no trial promotes its best
       trial, so that a trial is scored on all samples, and the remaining trials are pruned. Trials that are added to a
       search that had ended form another bracket.
 
-    For the same reason, fixed rules say which results proposal n waits for and uses, where max_staleness is the number
-    of trials by which proposals may run ahead of evaluations:
+    Fixed rules say which results proposal n waits for and uses, whatever the order of results. In these rules,
+    max_staleness is the number of trials by which proposals may run ahead of evaluations:
 
     - At the first rung of a trial: the results of all trials up to n - max_staleness.
     - At the i-th rung of a bracket (i > 1): the results of trials whose promotion to this rung needed first results of
@@ -161,8 +167,19 @@ class AshaTable(RungTable):
       results.
     """
 
+    version = 2
+
     def _num_promoted_early(self, num_decided: int) -> int:
         return num_decided // self._eta
+
+    @property
+    def _most_promoted_at_once(self) -> int | None:
+        return None if self._version == 1 else 1
+
+    def _promote_last(self, bracket: int, rung: Rung, above: Rung) -> tuple[int, ...]:
+        if self._version > 1 and above.members:
+            return ()
+        return super()._promote_last(bracket, rung, above)
 
     def _see_later(self, number: int, bracket: int) -> bool:
         for rungs in self._rungs.values():

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, replace
@@ -134,6 +135,39 @@ def test_promotions_of_the_last_trials_fit(tmp_path: Path) -> None:
             *copied_study(closed, tmp_path / str(more)), scheduler="successive_halving", max_samples=LIMIT + more
         )
         assert LIMIT + more - FULL < ended.num_samples_used <= LIMIT + more
+
+
+def test_several_objectives_stay_within_the_limit(tmp_path: Path) -> None:
+    """Under ASHA, one result may bring several trials among the best of a rung; see `version` for earlier studies."""
+    exceeded = {version: [seed for seed in range(40) if _excess(seed, version=version) > 0] for version in (1, None)}
+    assert exceeded[1]
+    assert exceeded[None] == []
+
+
+def _excess(seed: int, *, version: int | None) -> int:
+    """Samples that a search by ASHA with three objectives uses above its limit; results are random."""
+    draw, totals, limit = random.Random(seed), (30, 90, 270), 3000 + 37 * seed
+    cycle = bracket_cycle("asha", num_rungs=3, eta=3, max_trials=1000)
+    settings: dict[str, Any] = {"num_rungs": 3, "eta": 3, "cycle": cycle, "num_baselines": 0, "max_trials": 1000}
+    table = SCHEDULERS["asha"](**settings, max_staleness=4, version=version)
+    used: dict[int, int] = {}
+    while not table.is_finished:
+        while (proposal := table.proposal()) is not None:
+            needed = table.most_samples_left(totals) + table.most_samples_of(proposal, totals)
+            if sum(used.values()) + needed > limit:
+                break
+            if proposal.opens is not None:
+                table.open_bracket(proposal.bracket, first_rung=0, size=proposal.opens.num_configurations)
+            table.add_trial(proposal.number, proposal.bracket)
+        ready = list(table.ready())
+        if not ready:
+            for bracket in table.end_search():
+                table.decide(bracket)
+            continue
+        number, rung = draw.choice(ready)
+        used[number] = totals[rung]
+        table.record(number, rung, tuple(draw.random() for _ in range(3)))
+    return sum(used.values()) - limit
 
 
 @pytest.mark.slow

@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from search_spaces.fidelity import Bracket, Scheduler, bracket_cycle
 from search_spaces.objectives import Candidate, promotion_order
+from service.errors import Conflict
+from service.resolved_study import ResolvedStudy
+from service.studies.preflight.models import check_unchanged
 from service.tune.schedulers import SCHEDULERS
 from service.tune.schedulers.base import Decision, Proposal, RungTable
+from service.types import JobRecord, JobState
+from tests.service.resolved import resolved_study
 
 
 def table_of(
@@ -24,6 +30,7 @@ def table_of(
     waits_for_baselines: bool = False,
     batch: int = 1,
     violation: Callable[[int, int], float] = lambda number, rung: 0.0,
+    version: int | None = None,
 ) -> RungTable:
     """A table with its baselines added, none of them evaluated. eta is 3."""
     table = SCHEDULERS[scheduler](
@@ -36,6 +43,7 @@ def table_of(
         waits_for_baselines=waits_for_baselines,
         batch=batch,
         violation=violation,
+        version=version,
     )
     for number in range(baselines):
         table.add_trial(number, None)
@@ -569,10 +577,14 @@ def test_asha_sees_promotions_after_two_lags() -> None:
 
 
 @pytest.mark.parametrize("seed", range(20))
-def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
-    """Algorithm 2 with a single worker: promote from the highest rung that can, else start a new configuration."""
+@pytest.mark.parametrize(("num_objectives", "version"), [(1, None), (2, 1)])
+def test_asha_promotes_whom_one_worker_of_the_paper_would(num_objectives: int, version: int | None, seed: int) -> None:
+    """Algorithm 2 with a single worker: promote from the highest rung that can, else start a new configuration.
+
+    Since version 2, a decision promotes one trial, also if several are promotable, as with several objectives.
+    """
     draw = random.Random(seed)
-    costs = [tuple(draw.randrange(20) / 20 for _ in range(2)) for _ in range(40)]
+    costs = [tuple(draw.randrange(20) / 20 for _ in range(num_objectives)) for _ in range(40)]
     held: list[list[int]] = [[], [], []]
     sent: list[list[int]] = [[], []]
 
@@ -587,7 +599,7 @@ def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
             number = promotable(rung)[0]
             sent[rung].append(number)
             held[rung + 1].append(number)
-    table = table_of(max_trials=100, scheduler="asha", max_staleness=100)
+    table = table_of(max_trials=100, scheduler="asha", max_staleness=100, version=version)
     for _ in costs:
         propose(table)
     climbed: list[list[int]] = [[], []]
@@ -596,6 +608,43 @@ def test_asha_promotes_whom_one_worker_of_the_paper_would(seed: int) -> None:
         for decision in table.record(number, rung, costs[number]):
             climbed[decision.rung] += decision.promoted
     assert [sorted(numbers) for numbers in climbed] == [sorted(numbers) for numbers in sent]
+
+
+def test_asha_promotes_one_trial_at_once() -> None:
+    """Several objectives, since version 2; nevertheless a rung promotes one in eta."""
+
+    def promotions(version: int | None, seed: int) -> list[list[int]]:
+        """Numbers of trials that decisions of each rung but the last promote, the last decision of a rung included."""
+        table = asha_of(60, version=version)
+        found: list[list[int]] = [[], []]
+        while (ready := next(table.ready(), None)) is not None:
+            number, rung = ready
+            costs = tuple(random.Random(f"{seed} {number} {rung} {axis}").random() for axis in range(4))
+            for decision in table.record(number, rung, costs):
+                found[decision.rung].append(len(decision.promoted))
+                assert not decision.pruned or decision.rival is not None
+        assert table.is_finished
+        return found
+
+    early, late = ([promotions(version, seed) for seed in range(5)] for version in (1, None))
+    assert max(number for found in early for numbers in found for number in numbers) > 1
+    assert max(number for found in late for numbers in found for number in numbers) == 1
+    for first, second in (map(sum, found) for found in late):
+        assert first >= 60 // 3
+        assert second >= first // 3
+
+
+def test_a_study_keeps_the_version_of_its_scheduler() -> None:
+    """A study without a version, of an earlier program, has version 1; later versions are refused."""
+    stored = resolved_study(scheduler_version=2)
+    assert ResolvedStudy.from_json(stored.to_json()).scheduler_version == 2
+    earlier = {key: value for key, value in stored.to_json().items() if key != "scheduler_version"}
+    assert ResolvedStudy.from_json(earlier).scheduler_version == 1
+    job = JobRecord("1", "merge-code", JobState.STOPPED, {}, earlier, 0.0, "search")
+    check_unchanged(job, stored)
+    later = replace(job, accepted=resolved_study(scheduler_version=9).to_json())
+    with pytest.raises(Conflict, match=r"'merge-code': was created with version 9 of its scheduler, .* up to 2"):
+        check_unchanged(later, stored)
 
 
 def test_a_requested_trial_may_take_a_number_of_a_batch() -> None:
