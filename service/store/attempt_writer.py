@@ -312,9 +312,10 @@ class JobWriter:
     ) -> None:
         """Store that trials have ended in `state` (PRUNED or FAIL) without another finished rung.
 
-        A rung is one of the numbers of samples at which trials are compared. `trials` has the numbers of the trials.
-        `reason` says why they ended; None stores no reason. `rival` is the number of the better trial because of which
-        a scheduler has stopped them; None if no scheduler has stopped them.
+        A rung is one of the numbers of samples at which trials are compared. `trials` has the numbers of the trials, at
+        most some thousands, because each number is a parameter of one statement. `reason` says why they ended; None
+        stores no reason. `rival` is the number of the better trial because of which a scheduler has stopped them; None
+        if no scheduler has stopped them.
         """
         table = schema.trials
         with self._transaction() as connection:
@@ -323,10 +324,8 @@ class JobWriter:
                 .where((table.c.study == self.job_id) & table.c.number.in_(list(trials)))
                 .values(state=state.value, reason=reason, rival=rival)
             )
-            for trial in trials:
-                self._add_event(
-                    connection, EventKind.TRIAL_STATE, {"trial": trial, "state": state.value, "reason": reason}
-                )
+            ended = [{"trial": trial, "state": state.value, "reason": reason} for trial in trials]
+            _insert_events(connection, self.job_id, EventKind.TRIAL_STATE, ended)
 
     def add_step(self, step: Step) -> None:
         with self._transaction() as connection:
@@ -498,13 +497,19 @@ def insert_event(connection: sa.Connection, job_id: str, kind: str, payload: Map
 
     If users can be notified of a change of the job's state, the change is also stored as a notice.
     """
-    time_s = clock(connection)
-    connection.execute(
-        sa.insert(schema.events).values(study=job_id, time=time_s, kind=str(kind), payload=dict(payload))
-    )
+    _insert_events(connection, job_id, kind, [payload])
     if kind == EventKind.STATE and (notice := NoticeKind.of_state(payload.get("state"))) is not None:
         row = {"study": job_id, "kind": notice.value, "state": payload["state"], "reason": payload.get("reason")}
-        connection.execute(sa.insert(schema.notices).values(**row, time=time_s))
+        connection.execute(sa.insert(schema.notices).values(**row, time=clock(connection)))
+
+
+def _insert_events(connection: sa.Connection, job_id: str, kind: str, payloads: Sequence[Mapping[str, Any]]) -> None:
+    """Insert an event of one kind for each of `payloads`, in their order, by one statement; without notices."""
+    if not payloads:
+        return
+    statement = sa.insert(schema.events).values(study=job_id, time=clock(connection), kind=str(kind))
+    rows = [{"payload": dict(payload)} for payload in payloads]
+    connection.execute(statement, rows if len(rows) > 1 else rows[0])
     if connection.dialect.name == "postgresql":  # announced when the transaction ends
         connection.execute(sa.select(sa.func.pg_notify(CHANNEL, job_id)))
 

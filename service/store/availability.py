@@ -99,7 +99,8 @@ class Availability:
 
     def _on_error(self, context: Any) -> None:
         # A connection that has ended since it was last used is replaced; if that fails, this is called again.
-        if context.is_pre_ping or not _is_away(context.original_exception):
+        is_usable = context.statement is not None and not context.is_disconnect
+        if context.is_pre_ping or not _is_away(context.original_exception, is_usable=is_usable):
             return
         with self._lock:
             if self._since is not None:
@@ -140,7 +141,9 @@ def is_waiting(engine: sa.Engine) -> bool:
 
 def is_away(error: BaseException) -> bool:
     """Whether a store call raised `error` because the database did not answer."""
-    return isinstance(error, DatabaseUnavailable) or (isinstance(error, sa.exc.DBAPIError) and _is_away(error.orig))
+    if not isinstance(error, sa.exc.DBAPIError):
+        return isinstance(error, DatabaseUnavailable)
+    return _is_away(error.orig, is_usable=error.statement is not None and not error.connection_invalidated)
 
 
 def may_repeat(error: BaseException) -> bool:
@@ -152,12 +155,18 @@ def may_repeat(error: BaseException) -> bool:
     return is_away(error) or (isinstance(error, sa.exc.DBAPIError) and _code(error.orig).startswith(ROLLED_BACK_CODES))
 
 
-def _is_away(error: BaseException | None) -> bool:
+def _is_away(error: BaseException | None, *, is_usable: bool) -> bool:
+    """Whether PostgreSQL's driver raised `error` because the database did not answer.
+
+    `is_usable` says whether a statement raised the error on a connection that can still be used. Such an error without
+    a code comes from the driver itself, for example because a statement has too many parameters.
+    """
     if not type(error).__module__.startswith("psycopg"):
         return False
     from psycopg import OperationalError
 
-    return _code(error).startswith(AWAY_CODES) or (isinstance(error, OperationalError) and not _code(error))
+    is_lost = isinstance(error, OperationalError) and not _code(error) and not is_usable
+    return is_lost or _code(error).startswith(AWAY_CODES)
 
 
 def _code(error: BaseException | None) -> str:

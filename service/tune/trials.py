@@ -10,6 +10,10 @@ from service.types import Origin, RungRecord, TrialRecord, TrialState
 
 __all__ = ["Trials"]
 
+# The most trials whose end is stored in one transaction: heartbeats wait for it, and databases limit the number of
+# parameters of a statement.
+ENDED_AT_ONCE = 1000
+
 
 class Trials(Mapping[int, TrialRecord]):
     """The trials of one study in their current state, in the ascending order of their numbers.
@@ -94,8 +98,11 @@ class Trials(Mapping[int, TrialRecord]):
         """End the trials `numbers` in the state `state`, such as PRUNED or FAIL, and store `reason` as the reason.
 
         `rival` is the number of the trial against which a scheduler has stopped them; None if no scheduler has stopped
-        them.
+        them. If there are many trials, they are stored in several transactions; after an interruption between these,
+        the decision that ended the trials is made again when the study is resumed.
         """
-        self._writer.finish_trials(numbers, state, reason, rival=rival)
-        for number in numbers:
-            self._trials[number] = replace(self._trials[number], state=state, reason=reason, rival=rival)
+        for start in range(0, len(numbers), ENDED_AT_ONCE):
+            part = numbers[start : start + ENDED_AT_ONCE]
+            self._writer.finish_trials(part, state, reason, rival=rival)
+            for number in part:
+                self._trials[number] = replace(self._trials[number], state=state, reason=reason, rival=rival)

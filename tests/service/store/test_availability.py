@@ -19,7 +19,7 @@ from service.store.availability import FIRST_WAIT_S, is_away, repeated
 from service.store.exports import ExportStore
 from service.store.notifications import NotificationStore
 from service.store.steering import SteeringStore
-from service.types import JobState
+from service.types import EventKind, JobState, TrialState
 from tests.postgresql import PASSWORD, PostgreSQL
 from tests.service.store.test_store import BEGINNING, RESOLVED, TRIAL, WRITES
 from tests.service.tune.harness import coordinator_of, drive, new_study, trial_list
@@ -72,6 +72,17 @@ def test_a_store_that_does_not_wait_says_since_when(end: str, store: Store, serv
     server.start()
     assert store.jobs()
     assert store.problem() is None
+
+
+def test_a_statement_that_the_driver_refuses_is_no_outage(store: Store) -> None:
+    """A repeated statement with too many parameters would be refused for ever."""
+    writer = new_writer(store.waiting())
+    with pytest.raises(sa.exc.OperationalError, match="number of parameters must be between 0 and 65535") as refused:
+        writer.finish_trials(range(70_000), TrialState.PRUNED)
+    assert not is_away(refused.value)
+    assert store.problem() is None
+    writer.finish_trials(range(1000), TrialState.PRUNED)
+    assert len(store.events(writer.job_id, kinds=[EventKind.TRIAL_STATE])) == 1000
 
 
 def test_writes_of_a_killed_server_are_stored_once(store: Store, server: PostgreSQL) -> None:

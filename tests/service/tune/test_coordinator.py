@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 
 from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
-from service.store import Store
+from service.store import JobWriter, Store
 from service.tune.coordinator import MAX_LOST_ACTORS
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
@@ -253,6 +254,38 @@ def test_kill_at_any_step_changes_no_trial(
     Every step: each ask, each chunk before and after its commit, each rung, each promotion, the holdout stage.
     """
     kill_over_and_over(*new_study(tmp_path), scheduler, kind, undisturbed(scheduler, kind))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("scheduler", ["hyperband", "successive_halving"])
+def test_ends_of_many_trials_are_stored_in_parts(
+    tmp_path: Path,
+    undisturbed: Callable[[Scheduler, str], Undisturbed],
+    scheduler: Scheduler,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A study that is killed between two parts of a rung's prunings stores the other ones when it is resumed."""
+    expected = undisturbed(scheduler, "dis").trials
+    sizes = list[int]()
+    finish_trials = JobWriter.finish_trials
+
+    def finish(self: JobWriter, numbers: Sequence[int], *arguments: Any, **options: Any) -> None:
+        if sizes and sizes[-1] == 2:
+            sizes.append(0)
+            raise Killed
+        finish_trials(self, numbers, *arguments, **options)
+        sizes.append(len(numbers))
+
+    monkeypatch.setattr("service.tune.trials.ENDED_AT_ONCE", 2)
+    monkeypatch.setattr(JobWriter, "finish_trials", finish)
+    store, study = new_study(tmp_path)
+    for _ in range(20):
+        with suppress(Killed):
+            drive(coordinator_of(store, study, scheduler=scheduler, space=space_of("dis")), FakeScorer())
+            break
+    assert sizes.count(0) > 2
+    assert max(sizes) == 2
+    assert trial_list(store, study) == expected
 
 
 @pytest.mark.slow
