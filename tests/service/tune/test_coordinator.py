@@ -16,10 +16,11 @@ import pytest
 from search_spaces.fidelity import Scheduler
 from service.errors import StaleAttempt, StudyFailed
 from service.store import JobWriter, Store
+from service.store.steering import SteeringStore
 from service.tune.coordinator import MAX_LOST_ACTORS
 from service.tune.evaluation import Evaluation
 from service.tune.schedulers import SCHEDULERS
-from service.types import EventKind, Origin, TrialRecord, TrialState
+from service.types import EventKind, Origin, Steering, TrialRecord, TrialState
 from tests.postgresql import PostgreSQL
 from tests.service.stored_values import stored_values
 from tests.service.tune.harness import (
@@ -652,6 +653,23 @@ def test_exhausted_search_stays_ended(tmp_path: Path, step: str) -> None:
     calm, killed = (trial_list(*studies[name]) for name in ("calm", "killed"))
     assert len(calm) < 60
     assert killed == calm
+
+
+@pytest.mark.parametrize("scheduler", ["hyperband", "racing"])
+def test_a_requested_trial_resumes_no_exhausted_search(tmp_path: Path, scheduler: Scheduler) -> None:
+    store, study = new_study(tmp_path)
+
+    def num_trials() -> dict[Origin, int]:
+        """The number of trials of each origin, after another attempt."""
+        proposer = OfThree(lfs_space(), seed=1)
+        drive(coordinator_of(store, study, proposer=proposer, max_trials=60, scheduler=scheduler), FakeScorer())
+        return Counter(trial.origin for trial in store.trials(study))
+
+    ended = num_trials()
+    assert ended[Origin.SEARCH] < 60
+    asked = max(trial.number for trial in store.trials(study) if trial.origin is Origin.SEARCH)
+    SteeringStore(store).request_evaluation(store.job(study), asked, steering=Steering("evaluate"))
+    assert num_trials() == num_trials() == {**ended, Origin.USER: 1}
 
 
 class OddScorer:
