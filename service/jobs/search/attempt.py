@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import closing, suppress
 from dataclasses import asdict, replace
@@ -65,7 +66,9 @@ __all__ = ["described_recipes", "execute", "stored_alignments", "values_ci95", "
 
 logger = logging.getLogger(__name__)
 
-SNAPSHOT_S = 0.25
+# Seconds from one snapshot of the progress to the next, at least. A snapshot goes through all trials, and Tune's loop
+# waits for it: after a snapshot, the loop runs at least PAUSE_FACTOR times as long as the snapshot took.
+SNAPSHOT_S, PAUSE_FACTOR = 0.25, 10
 
 # Texts of samples in one answer of a scorer.
 TEXTS_PER_CALL = 500
@@ -495,8 +498,8 @@ class _Snapshots:
     `coordinator` runs the study, and `preflight` is the checked study. `planned` is the expected number of samples of
     the whole study, and `planned_steps` are the expected numbers of steps in the search and after it. Snapshots count
     the latter once the search has ended: before, their speed is not known, so no time left can include them. The method
-    `due` returns a snapshot if the last one was taken at least 0.25 s ago, else None. The method `now` always returns a
-    snapshot.
+    `due` returns a snapshot if the last one was taken at least 0.25 s ago, and at least ten times the seconds that it
+    took, else None. The method `now` always returns a snapshot.
     """
 
     def __init__(
@@ -506,14 +509,21 @@ class _Snapshots:
         self._preflight = preflight
         self._planned = planned
         self._planned_steps = planned_steps
-        self._taken_at = 0.0
+        self._next_at = 0.0
 
     def due(self) -> ProgressSnapshot | None:
-        return self.now() if time.monotonic() - self._taken_at >= SNAPSHOT_S else None
+        return self.now() if time.monotonic() >= self._next_at else None
 
     def now(self) -> ProgressSnapshot:
-        self._taken_at = time.monotonic()
+        began_at = time.monotonic()
+        snapshot = self._taken()
+        ended_at = time.monotonic()
+        self._next_at = ended_at + max(SNAPSHOT_S, PAUSE_FACTOR * (ended_at - began_at))
+        return snapshot
+
+    def _taken(self) -> ProgressSnapshot:
         trials = self._coordinator.trials
+        states = Counter(trial.state for trial in trials)
         study = self._preflight.study
         leader = best_trial(trials, self._preflight.tasks.objectives)
         position = self._coordinator.table.position()
@@ -524,7 +534,7 @@ class _Snapshots:
         return ProgressSnapshot(
             study=study.name,
             stage=stage,
-            trials={state: sum(trial.state is state for trial in trials) for state in TrialState},
+            trials={state: states[state] for state in TrialState},
             max_trials=sum(trial.origin is not Origin.SEARCH for trial in trials) + study.search.num_proposals,
             bracket=position[0] if position else None,
             rung=position[1] if position else None,

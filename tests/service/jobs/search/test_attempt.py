@@ -393,6 +393,39 @@ def test_steps_of_a_refinement_are_planned_after_the_search(preflight: Preflight
     assert _Snapshots(coordinator, preflight, 100, (7, 30)).now().steps_planned == (7 if stage == "searching" else 37)
 
 
+def test_slow_snapshots_of_progress_are_rare(preflight: PreflightResult, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tune's loop takes the snapshots, which take seconds in a study of very many trials."""
+    clock = SimpleNamespace(now=100.0)
+    monkeypatch.setattr("service.jobs.search.attempt.time", SimpleNamespace(monotonic=lambda: clock.now))
+
+    class OfManyTrials(SimpleNamespace):
+        @property
+        def trials(self) -> tuple[()]:
+            clock.now += self.takes_s
+            return ()
+
+    coordinator: Any = OfManyTrials(
+        takes_s=0.0,
+        table=SimpleNamespace(position=lambda: None),
+        stage="searching",
+        num_samples_scored=0,
+        num_samples_used=0,
+        num_steps=0,
+    )
+    snapshots = _Snapshots(coordinator, preflight, 100, (0, 0))
+
+    def taken_in(seconds: float) -> int:
+        end, count = clock.now + seconds, 0
+        while clock.now < end:
+            count += snapshots.due() is not None
+            clock.now += 0.125
+        return count
+
+    assert taken_in(10.0) == 40
+    coordinator.takes_s = 2.0
+    assert taken_in(60.0) == 3
+
+
 def test_requested_trials_are_no_baselines(tmp_path: Path) -> None:
     """The numbers of proposals begin after the baselines, so a later driver must count the same ones."""
     store = Store(f"sqlite:///{tmp_path / 'study.db'}")
