@@ -20,7 +20,7 @@ from workers.models.config import LAYERS_WITHOUT_EXPERTS, MERGED_TOWERS, of_each
 from workers.models.tokenizers import TOKENIZER_FILES, load_tokenizer
 from workers.models.vocabulary import BASE, UNION, TokenAlignment, added_tokens, token_ids
 
-__all__ = ["WINDOWED", "make_result_dir", "merged_config"]
+__all__ = ["GENERATION_CONFIG", "WINDOWED", "make_result_dir", "merged_config"]
 
 GENERATION_CONFIG = "generation_config.json"
 

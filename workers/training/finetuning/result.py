@@ -15,6 +15,7 @@ import yaml
 from workers.directories import appearing
 from workers.models.checkpoints import open_checkpoint
 from workers.models.fingerprints import fingerprint
+from workers.models.merged_files import GENERATION_CONFIG
 from workers.models.remote import commit_of, id_of, locate
 from workers.training.finetuning.history import LINEARIZED
 from workers.training.finetuning.modality import training_of
@@ -52,7 +53,7 @@ def write_expert(
         dtype = getattr(torch, spec.dtype)
         if spec.adapter is None:
             training_of(base).save(base, model, place, dtype=dtype, weights=weights)
-            for name in open_checkpoint(base).modality.files:
+            for name in (*open_checkpoint(base).modality.files, GENERATION_CONFIG):
                 if (base / name).is_file():
                     shutil.copyfile(base / name, place / name)
         else:
@@ -71,15 +72,22 @@ def write_expert(
 def save_model(
     model: Any, place: Path, *, dtype: torch.dtype, weights: Mapping[str, torch.Tensor] | None = None
 ) -> None:
-    """Write the transformers model `model` to the directory `place`, in `dtype`.
+    """Write the transformers model `model` to the directory `place`, in `dtype`, without a generation configuration.
 
     `weights` are the weights to write, keyed by the names of `model`. If `weights` is None, the weights of `model` are
-    rounded to `dtype` in place and written.
+    rounded to `dtype` in place and written. The generation configuration of `model` is replaced by transformers'
+    defaults, because transformers loads generation configurations that it refuses to write.
     """
+    from transformers import GenerationConfig
+
+    written = model.to(dtype) if weights is None else _without_weights(model, dtype)
+    if written.can_generate():
+        written.generation_config = GenerationConfig()
     if weights is None:
-        model.to(dtype).save_pretrained(place)
+        written.save_pretrained(place)
     else:
-        _without_weights(model, dtype).save_pretrained(place, state_dict=dict(weights), max_shard_size=MAX_FILE)
+        written.save_pretrained(place, state_dict=dict(weights), max_shard_size=MAX_FILE)
+    (place / GENERATION_CONFIG).unlink(missing_ok=True)
 
 
 def _without_weights(model: Any, dtype: torch.dtype) -> Any:
@@ -89,8 +97,6 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
     with init_empty_weights():
         empty = type(model)._from_config(model.config, dtype=dtype)
     empty.tie_weights()
-    if hasattr(model, "generation_config"):
-        empty.generation_config = model.generation_config
     return empty
 
 

@@ -66,7 +66,7 @@ def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | No
     values are read.
     """
     from accelerate import init_empty_weights
-    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+    from transformers import AutoConfig, AutoModelForCausalLM
 
     checkpoint = open_checkpoint(base)
     config = AutoConfig.from_pretrained(base, trust_remote_code=False)
@@ -79,8 +79,6 @@ def unread_model(base: Path, dtype: torch.dtype) -> tuple[Any, BaseWeights] | No
     buffers = {name for name, _ in model.named_buffers()}
     if any(stored.get(name) != shape for name, shape in shapes.items()) or tied & buffers:
         return None
-    if (base / "generation_config.json").is_file():
-        model.generation_config = GenerationConfig.from_pretrained(base)
     weights = BaseWeights(checkpoint)
     placeholders: dict[int, torch.nn.Parameter] = {}
     originals = dict(model.named_parameters())  # kept, so that their ids stay their own
