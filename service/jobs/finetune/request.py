@@ -26,7 +26,7 @@ from workers.errors import InvalidModel, InvalidTask
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
-from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline
+from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline, repeated_objectives
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
 __all__ = [
@@ -108,7 +108,7 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
     from workers.training.finetuning.trainer import check_data
 
     check_finetune_files(pipeline, access)
-    problems: list[Problem] = []
+    problems = list(repeated_objectives(pipeline))
     for alias, spec in pipeline.experts.items():
         try:
             check_data(spec, access=access)

@@ -6,6 +6,7 @@ import io
 import json
 import os
 import tarfile
+from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -175,6 +176,28 @@ def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:
     broken = problems(None)
     assert set(broken) == {"data", "evaluation.objectives.0.task"}
     assert "line 1: not JSON" in broken["data"]
+
+
+def test_evaluations_are_checked(tmp_path: Path) -> None:
+    """What an evaluation during the training would refuse is refused with its field before anything is trained."""
+    base, data = tiny_llama(tmp_path / "base"), tmp_path / "data.jsonl"
+    data.write_text(json.dumps({"prompt": "1=", "completion": "1", "answer": "1"}) + "\n")
+
+    def problems(*objectives: Mapping[str, Any], **options: Any) -> dict[str, str]:
+        document = {
+            "name": "one",
+            "base": str(base),
+            "data": {"file": str(data), "max_length": 64},
+            "training": {"steps": 1},
+            "evaluation": {"objectives": objectives, **options},
+        }
+        with pytest.raises(InvalidStudy) as refused:
+            accept(document, RequestContext(None))
+        return {problem.field: problem.message for problem in refused.value.problems}
+
+    task = {"name": "math", "task": {"file": str(data)}, "metric": "exact_match"}
+    twice = problems(task, task)
+    assert twice == {"evaluation.objectives.1.name": "math is the name of two objectives; give another name"}
 
 
 def test_image_data_are_checked(tmp_path: Path) -> None:

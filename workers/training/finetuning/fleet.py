@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any
@@ -37,6 +37,7 @@ __all__ = [
     "is_pipeline",
     "load_pipeline",
     "parse_pipeline",
+    "repeated_objectives",
 ]
 
 # Keys of a fleet, and the directories of its results.
@@ -150,7 +151,10 @@ def load_pipeline(file: Path) -> Pipeline:
     Relative paths are relative to the file's directory. A single expert's alias is the specification's name. Raises
     InvalidStudy with every problem found.
     """
-    return parse_pipeline(read_document(file), file.absolute().parent)
+    pipeline = parse_pipeline(read_document(file), file.absolute().parent)
+    if problems := tuple(repeated_objectives(pipeline)):
+        raise InvalidStudy(problems)
+    return pipeline
 
 
 def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -> Pipeline:
@@ -211,6 +215,20 @@ def parse_pipeline(document: Mapping[str, Any], directory: Path | None = None) -
             tuple(Problem(f"{STUDY}.{p.field}" if p.field else STUDY, p.message) for p in error.problems)
         ) from error
     return pipeline
+
+
+def repeated_objectives(pipeline: Pipeline) -> Iterator[Problem]:
+    """Yield a problem for each evaluation objective that has the name of an earlier objective of the same expert.
+
+    The values of an evaluation are stored by name. New specifications with such objectives are refused. The function
+    `parse_pipeline` accepts them, because earlier versions stored them.
+    """
+    for alias, spec in pipeline.experts.items():
+        first: dict[str, int] = {}
+        for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
+            if first.setdefault(objective.name, index) != index:
+                field = pipeline.field_of(alias, f"evaluation.objectives.{index}.name")
+                yield Problem(field, f"{objective.name} is the name of two objectives; give another name")
 
 
 def fleet_noise(experts: Mapping[str, FinetuneSpec]) -> dict[str, Any]:

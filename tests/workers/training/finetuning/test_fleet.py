@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -9,7 +11,7 @@ import pytest
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.study.objectives import InlineTask, ObjectiveSpec
-from workers.training.finetuning.fleet import parse_pipeline
+from workers.training.finetuning.fleet import load_pipeline, parse_pipeline
 
 FLEET: dict[str, Any] = {
     "name": "family",
@@ -126,6 +128,21 @@ def test_mistakes_are_named_with_their_place(changes: dict[str, Any], message: s
     with pytest.raises(InvalidStudy) as refused:
         parse_pipeline({**FLEET, **changes})
     assert message in str(refused.value)
+
+
+@pytest.mark.parametrize("is_fleet", [True, False])
+def test_objectives_of_one_name_are_refused_in_files(tmp_path: Path, is_fleet: bool) -> None:
+    """The values of an evaluation have the names of objectives; what an earlier version stored is still read."""
+    section = {"evaluation": {"objectives": [TASK, {**TASK, "name": "text"}, TASK]}}
+    alone = {**{key: value for key, value in FLEET.items() if key != "experts"}, **FLEET["experts"]["math"]}
+    document = {**FLEET, "experts": {"math": {**FLEET["experts"]["math"], **section}}} if is_fleet else alone | section
+    file = tmp_path / "spec.json"
+    file.write_text(json.dumps(document))
+    place = "experts.math." if is_fleet else ""
+    message = f"{place}evaluation.objectives.2.name: math is the name of two objectives; give another name"
+    with pytest.raises(InvalidStudy, match=re.escape(message)):
+        load_pipeline(file)
+    assert parse_pipeline(parse_pipeline(document, tmp_path).canonical()).experts
 
 
 @pytest.mark.parametrize("is_fleet", [True, False])
