@@ -292,21 +292,36 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     if not prompts.tokenizer.chat_template:
         raise InvalidTask(f"{origin}: the tokenizer of {prompts.directory} has no chat template for {name}")
 
-    def rendered(count: int, *, asks: bool) -> list[int]:
-        text = prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks)
-        return prompts.encode(str(text), special_tokens=False)
+    def rendered(count: int, *, asks: bool) -> str:
+        return str(prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks))
 
-    tokens: list[int] = []
+    text, tokens = "", list[int]()
     has_loss: list[bool] = []
     for index, message in enumerate(messages):
         if message["role"] != "assistant" or index < first:
             continue
-        before, after = rendered(index, asks=True), rendered(index + 1, asks=False)
-        if after[: len(before)] != before or before[: len(tokens)] != tokens:
-            raise InvalidTask(
-                f"{origin}: the chat template of {prompts.directory} renders earlier messages differently when later "
-                "ones follow, so the loss cannot be placed"
-            )
-        has_loss += [False] * (len(before) - len(tokens)) + [True] * (len(after) - len(before))
-        tokens = after
+        for longer, counts in ((rendered(index, asks=True), False), (rendered(index + 1, asks=False), True)):
+            extended = _extended(tokens, text, longer, prompts)
+            if extended is None:
+                raise InvalidTask(
+                    f"{origin}: the chat template of {prompts.directory} renders earlier messages differently when "
+                    "later ones follow, so the loss cannot be placed"
+                )
+            has_loss += [counts] * (len(extended) - len(tokens))
+            text, tokens = longer, extended
     return Document(tuple(tokens), tuple(has_loss), origin)
+
+
+def _extended(tokens: list[int], text: str, longer: str, prompts: Prompts) -> list[int] | None:
+    """Tokenize the text `longer` so that its first tokens are `tokens`, the tokens of the text `text`.
+
+    Where the tokens of the two texts differ although `longer` begins with `text`, for example because a token of
+    `longer` crosses the end of `text`, the rest of `longer` is tokenized separately. Returns None if `longer` does not
+    begin with `text`.
+    """
+    whole = prompts.encode(longer, special_tokens=False)
+    if whole[: len(tokens)] == tokens:
+        return whole
+    if not longer.startswith(text):
+        return None
+    return [*tokens, *prompts.encode(longer[len(text) :], special_tokens=False)]

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from search_spaces.study.engine import EngineOptions
-from tests.builders import tiny_llama
+from tests.builders import tiny_llama, tiny_qwen2
 from workers.errors import InvalidTask
 from workers.evaluation.prompts import Prompts
 from workers.training.finetuning.data import IGNORED, batch_rows, pack, read_documents, tensors_of
@@ -62,6 +62,28 @@ def test_in_a_chat_the_loss_is_on_what_the_assistant_says(tmp_path: Path, prompt
     assert prompts.tokenizer.decode(document.tokens) == "u:x\na:y\nu:z\na:w\n"
     learned = [token for token, counts in zip(document.tokens, document.has_loss, strict=True) if counts]
     assert prompts.tokenizer.decode(learned) == "y\nw\n"
+
+
+def test_a_token_may_cross_the_end_of_a_prompt(tmp_path: Path) -> None:
+    """An answer whose first characters would be one token with the end of the prompt has tokens of its own."""
+    prompts = Prompts(str(tiny_qwen2(tmp_path / "model")), EngineOptions(max_model_len=64))
+    prompts.tokenizer.chat_template = TEMPLATE.replace("a:", "a: ").replace(":{{", ": {{")
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "the"}]
+    messages += [{"role": "user", "content": "y"}, {"role": "assistant", "content": "the"}]
+    (document,) = read_documents(data_of(tmp_path, {"messages": messages}), prompts)
+    assert prompts.tokenizer.decode(document.tokens) == "u: x\na: the\nu: y\na: the\n"
+    learned = [token for token, counts in zip(document.tokens, document.has_loss, strict=True) if counts]
+    assert prompts.tokenizer.decode(learned) == "the\nthe\n"
+    asked = prompts.encode("u: x\na: ")
+    assert list(document.tokens[: len(asked)]) == asked
+    assert prompts.encode("u: x\na: the")[: len(asked)] != asked
+
+
+def test_templates_that_change_earlier_messages_are_refused(tmp_path: Path, prompts: Prompts) -> None:
+    prompts.tokenizer.chat_template = "{{ messages | length }}" + TEMPLATE
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    with pytest.raises(InvalidTask, match="renders earlier messages differently when later ones follow"):
+        read_documents(data_of(tmp_path, {"messages": messages}), prompts)
 
 
 def test_conversational_prompt_and_completion(tmp_path: Path, prompts: Prompts) -> None:
