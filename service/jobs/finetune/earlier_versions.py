@@ -3,7 +3,8 @@
 A stored specification without the option `method.noise_layers` is of such a version. Its default of
 `method.weight_decay` was 0. With `training.layers`, MergOPT added noise to the trained layers only. A stored
 specification without the option `method.noise_targets` is of such a version, too: with an adapter, MergOPT added noise
-to the weights that the adapter changes, whatever the other adapters of a fleet changed.
+to the weights that the adapter changes, whatever the other adapters of a fleet changed. Without the option
+`data.chat_bos`, chats began with BOS only if the chat template wrote it.
 """
 
 from __future__ import annotations
@@ -18,15 +19,20 @@ __all__ = ["read_spec", "with_stored_defaults", "written_as"]
 # The default of `method.weight_decay` in specifications without `method.noise_layers`.
 FIRST_WEIGHT_DECAY = 0.0
 
-NOISE_LAYERS, NOISE_TARGETS = "noise_layers", "noise_targets"
+NOISE_LAYERS, NOISE_TARGETS, CHAT_BOS = "noise_layers", "noise_targets", "chat_bos"
+
+# Options that specifications of earlier versions lack, with their sections.
+NEW_OPTIONS = (("method", NOISE_LAYERS), ("method", NOISE_TARGETS), ("data", CHAT_BOS))
 
 
 def read_spec(document: Mapping[str, Any]) -> FinetuneSpec:
-    """Read a stored specification; if an earlier version wrote `document`, state the layers with noise."""
+    """Read a stored specification; if an earlier version wrote `document`, state its noise and the start of chats."""
     spec = parse_spec(document)
+    if CHAT_BOS not in document["data"]:
+        spec = _with_options(spec, "data", chat_bos=False)
     if not _is_earlier(document) or spec.method.kind != "mergopt" or spec.adapter is not None:
         return spec
-    return _with_method(spec, noise_layers=spec.training.layers)
+    return _with_options(spec, "method", noise_layers=spec.training.layers)
 
 
 def with_stored_defaults(
@@ -42,7 +48,8 @@ def with_stored_defaults(
 
     Returns the specification with which the training continues, and a message for each option that was replaced.
     """
-    before, given, of_fleet = read_spec(document).method, spec.method, fleet or {}
+    stored, given, of_fleet = read_spec(document), spec.method, fleet or {}
+    before = stored.method
     kept: dict[str, Any] = {}
     if NOISE_TARGETS not in document["method"] and given.noise_targets in (None, of_fleet.get(NOISE_TARGETS)):
         kept[NOISE_TARGETS] = None
@@ -52,13 +59,23 @@ def with_stored_defaults(
     if is_earlier and given.noise_layers in (None, of_fleet.get(NOISE_LAYERS)):
         kept[NOISE_LAYERS] = before.noise_layers
     changed = {option: value for option, value in kept.items() if value != getattr(given, option)}
-    messages = tuple(
-        f"{spec.name}: method.{option} stays {_shown(option, value)}, as in the version that began this training; the "
-        f"default is now {_shown(option, getattr(given, option))}"
+    messages = [
+        _message(spec, f"method.{option}", _shown(option, value), _shown(option, getattr(given, option)))
         for option, value in changed.items()
         if option not in (NOISE_LAYERS, NOISE_TARGETS) or given.kind == "mergopt"  # fleets set them for all methods
+    ]
+    spec = _with_options(spec, "method", **changed)
+    if CHAT_BOS not in document["data"] and CHAT_BOS not in spec.data.model_fields_set:
+        spec = _with_options(spec, "data", chat_bos=stored.data.chat_bos)
+        if spec.data.images is None:
+            messages.append(_message(spec, "data.chat_bos", "false", "true"))
+    return spec, tuple(messages)
+
+
+def _message(spec: FinetuneSpec, option: str, kept: str, default: str) -> str:
+    return (
+        f"{spec.name}: {option} stays {kept}, as in the version that began this training; the default is now {default}"
     )
-    return _with_method(spec, **changed) if changed else spec, messages
 
 
 def written_as(spec: FinetuneSpec, before: Mapping[str, Any] | None) -> dict[str, Any]:
@@ -67,9 +84,9 @@ def written_as(spec: FinetuneSpec, before: Mapping[str, Any] | None) -> dict[str
     The document of a training that an earlier version began is recognised as such again.
     """
     document = spec.canonical()
-    for option in (NOISE_LAYERS, NOISE_TARGETS):
-        if before is not None and option not in before["method"]:
-            del document["method"][option]
+    for section, option in NEW_OPTIONS:
+        if before is not None and option not in before[section]:
+            del document[section][option]
     return document
 
 
@@ -77,8 +94,8 @@ def _is_earlier(document: Mapping[str, Any]) -> bool:
     return NOISE_LAYERS not in document["method"]
 
 
-def _with_method(spec: FinetuneSpec, **options: Any) -> FinetuneSpec:
-    return spec.model_copy(update={"method": spec.method.model_copy(update=options)})
+def _with_options(spec: FinetuneSpec, section: str, **options: Any) -> FinetuneSpec:
+    return spec.model_copy(update={section: getattr(spec, section).model_copy(update=options)})
 
 
 def _shown(option: str, value: Any) -> str:

@@ -148,10 +148,11 @@ def run_fleet(
     Also raises Conflict if the cluster is too small for `parallel` experts.
     """
     unfinished = [alias for alias in specs if read_document(directories[alias] / SUMMARY_FILE) is None]
+    of_fleet = fleet_noise(specs)
     if len(unfinished) > 1:
         for alias in unfinished:
             note(f"Checking base model and data of {alias} ...")
-            _check(specs[alias], access)
+            _check(_continued(specs[alias], directories[alias], of_fleet), access)
     summaries: dict[str, dict[str, Any]] = {}
     with _ray(resources, note) if len(unfinished) > 1 else nullcontext():
         count = 1
@@ -163,7 +164,6 @@ def run_fleet(
             if count > 1:
                 note(f"{count} of {len(unfinished)} experts train at the same time")
         begins(count)
-        of_fleet = fleet_noise(specs)
 
         def train(alias: str) -> dict[str, Any]:
             return run_finetune(
@@ -226,6 +226,16 @@ def _ray(resources: Resources, note: Callable[[str], None]) -> Iterator[None]:
         if session.dashboard_url:
             note(f"Ray dashboard: {session.dashboard_url}/#/actors")
         yield
+
+
+def _continued(spec: FinetuneSpec, directory: Path, fleet: Mapping[str, Any]) -> FinetuneSpec:
+    """The specification with which the training in `directory` continues, if an earlier version began it.
+
+    The result has the defaults of that version. `fleet` has the options of `method` that the fleet of the expert sets.
+    If no training began in `directory`, the result is `spec`.
+    """
+    before = read_document(directory / SPEC_FILE)
+    return spec if before is None else with_stored_defaults(spec, before, fleet=fleet)[0]
 
 
 def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:

@@ -80,10 +80,11 @@ def read_documents(data: Data, prompts: Prompts) -> list[Document]:
     documents = []
     for origin, fields in _rows(data):
         if MESSAGES in fields:
-            document = _chat(fields[MESSAGES], prompts, origin)
+            document = _chat(fields[MESSAGES], prompts, origin, has_bos=data.chat_bos)
         elif (messages := _conversation(data, fields, origin)) is not None:
             before, after = messages
-            document = _chat([*before, *after], prompts, origin, name=f"{PROMPT} and {COMPLETION}", first=len(before))
+            keys, first = f"{PROMPT} and {COMPLETION}", len(before)
+            document = _chat([*before, *after], prompts, origin, name=keys, first=first, has_bos=data.chat_bos)
         else:
             row = templates.row(fields, where=origin)
             document = _completion(row.prompt, row.answer, int(eos), prompts, origin)
@@ -275,19 +276,23 @@ def _completion(prompt: str, completion: str, eos: int, prompts: Prompts, origin
     return Document(tuple(whole), (False,) * len(context) + (True,) * (len(whole) - len(context)), origin)
 
 
-def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES, first: int = 0) -> Document:
+def _chat(
+    messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES, first: int = 0, has_bos: bool
+) -> Document:
     """Make a document from a conversation with the tokenizer's chat template.
 
     `messages` should be a list of objects with role and content. The training loss includes the assistant's messages
     from message number `first` (counted from 0) on, and the tokens that end their turns. `prompts` has the tokenizer.
-    In error messages, `origin` names the row, and `name` names the keys of the row that have the conversation. Raises
-    InvalidTask if the conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
+    With `has_bos`, the document begins with BOS if the prompts of evaluation tasks do. In error messages, `origin`
+    names the row, and `name` names the keys of the row that have the conversation. Raises InvalidTask if the
+    conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
     ):
         raise InvalidTask(f"{origin}: {name} is not a list of objects with role and content")
-    if not any(each["role"] == "assistant" for each in messages[first:]):
+    turns = [index for index, each in enumerate(messages) if each["role"] == "assistant" and index >= first]
+    if not turns:
         raise InvalidTask(f"{origin}: no message of the assistant to learn from")
     if not prompts.tokenizer.chat_template:
         raise InvalidTask(f"{origin}: the tokenizer of {prompts.directory} has no chat template for {name}")
@@ -295,13 +300,12 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     def rendered(count: int, *, asks: bool) -> str:
         return str(prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks))
 
-    text, tokens = "", list[int]()
-    has_loss: list[bool] = []
-    for index, message in enumerate(messages):
-        if message["role"] != "assistant" or index < first:
-            continue
+    bos = _added_bos(rendered(turns[0] + 1, asks=False), prompts) if has_bos else []
+    text, tokens = "", bos
+    has_loss = [False] * len(bos)
+    for index in turns:
         for longer, counts in ((rendered(index, asks=True), False), (rendered(index + 1, asks=False), True)):
-            extended = _extended(tokens, text, longer, prompts)
+            extended = _extended(longer, tokens=tokens, text=text, bos=bos, prompts=prompts)
             if extended is None:
                 raise InvalidTask(
                     f"{origin}: the chat template of {prompts.directory} renders earlier messages differently when "
@@ -312,14 +316,24 @@ def _chat(messages: Any, prompts: Prompts, origin: str, *, name: str = MESSAGES,
     return Document(tuple(tokens), tuple(has_loss), origin)
 
 
-def _extended(tokens: list[int], text: str, longer: str, prompts: Prompts) -> list[int] | None:
-    """Tokenize the text `longer` so that its first tokens are `tokens`, the tokens of the text `text`.
+def _added_bos(text: str, prompts: Prompts) -> list[int]:
+    """BOS as a list, if the tokenizer adds BOS to `text` as the text of a prompt; else an empty list.
+
+    A text that begins with BOS itself, as chat templates write it, gets no other.
+    """
+    bos = prompts.tokenizer.bos_token_id
+    is_added = prompts.encode(text)[:1] == [bos] != prompts.encode(text, special_tokens=False)[:1]
+    return [bos] if is_added else []
+
+
+def _extended(longer: str, *, tokens: list[int], text: str, bos: list[int], prompts: Prompts) -> list[int] | None:
+    """Tokenize the text `longer` so that its first tokens are `tokens`, the tokens of `bos` and the text `text`.
 
     Where the tokens of the two texts differ although `longer` begins with `text`, for example because a token of
     `longer` crosses the end of `text`, the rest of `longer` is tokenized separately. Returns None if `longer` does not
     begin with `text`.
     """
-    whole = prompts.encode(longer, special_tokens=False)
+    whole = [*bos, *prompts.encode(longer, special_tokens=False)]
     if whole[: len(tokens)] == tokens:
         return whole
     if not longer.startswith(text):

@@ -74,6 +74,9 @@ class Data(Section):
     chats, it counts the assistant's messages. It never counts prompts."""
     max_length: Count = 1024
     """The number of tokens of a row. A longer document is an error."""
+    chat_bos: bool = True
+    """Whether a chat begins with BOS if the tokenizer adds BOS to prompts and the chat template writes none, as in
+    evaluations and studies."""
     packing: bool = True
     """Whether a row may have several documents, which do not attend to each other. Models whose layers carry a state
     from document to document are then refused."""

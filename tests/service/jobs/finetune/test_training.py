@@ -477,6 +477,7 @@ def test_earlier_noise_stays_in_the_trained_layers(tmp_path: Path, kind: str) ->
     """Also in a fleet, whose experts now have noise in the layers that any of them trains."""
     document = spec_of(tmp_path).canonical()
     document["method"] = {"kind": kind, "scale": 0.002}
+    del document["data"]["chat_bos"]
     own = {"one": {"training": {"layers": [0]}}, "two": {"training": {"layers": [1]}}}
     document["training"] = {"steps": 3, "batch": 2}
     pipeline = parse_pipeline({**document, "experts": own})
@@ -526,6 +527,34 @@ def test_earlier_noise_stays_in_what_an_adapter_changes(tmp_path: Path) -> None:
     assert trained == dict.fromkeys(experts, None)
     assert any("method.noise_targets stays what the adapter changes" in note for note in notes)
     assert "noise_targets" not in json.loads((places["q_proj"] / SPEC_FILE).read_text())["method"]
+
+
+def test_earlier_chats_begin_without_bos(tmp_path: Path) -> None:
+    """Chats of a training that an earlier version began stay as they were; those of a new training get BOS."""
+    spec = spec_of(tmp_path)
+    (tmp_path / "base" / "chat_template.jinja").write_text("{% for m in messages %}{{ m['content'] }}{% endfor %}")
+    messages = [{"role": "user", "content": "x" * 32}, {"role": "assistant", "content": "y" * 32}]  # with BOS too long
+    (tmp_path / "data.jsonl").write_text(json.dumps({"messages": messages}) + "\n")
+    with pytest.raises(InvalidTask, match="65 tokens"):
+        run_finetune(spec, tmp_path / "new", resources=HERE)
+    specs, places = {"one": spec, "two": spec}, {"one": tmp_path / "one", "two": tmp_path / "two"}
+    for place in places.values():
+        written_earlier(tmp_path, place)
+    trained: list[bool] = []
+    notes: list[str] = []
+
+    def fit_it(spec: FinetuneSpec, directory: Path, *_: Any) -> None:
+        trained.append(spec.data.chat_bos)
+        (directory / SUMMARY_FILE).write_text("{}")
+
+    run_fleet(specs, places, resources=with_fit(fit_it), note=notes.append)
+    assert trained == [False, False]
+    assert any("sums: data.chat_bos stays false, as in the version that began" in note for note in notes)
+    assert "chat_bos" not in json.loads((places["one"] / SPEC_FILE).read_text())["data"]
+    run_fleet(specs, places, resources=HERE)
+    stating = spec.model_copy(update={"data": spec.data.model_copy(update={"chat_bos": True})})
+    with pytest.raises(Conflict, match=r"data\.chat_bos \(false there, true here\)"):
+        run_finetune(stating, places["one"], resources=HERE)
 
 
 def test_other_machines_continue_a_training(tmp_path: Path) -> None:

@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 import torch
+from tokenizers.processors import TemplateProcessing
 
 from search_spaces.study.engine import EngineOptions
 from tests.builders import tiny_llama, tiny_qwen2
@@ -19,6 +20,7 @@ from workers.training.finetuning.spec import Data
 
 BOS, EOS = 1, 2
 MESSAGES = "{% for m in messages %}{{ m['role'][0] }}:{{ m['content'] }}\n{% endfor %}"
+ASKS = {"add_generation_prompt": True}
 TEMPLATE = MESSAGES + "{% if add_generation_prompt %}a:{% endif %}"
 
 
@@ -59,9 +61,34 @@ def test_in_a_chat_the_loss_is_on_what_the_assistant_says(tmp_path: Path, prompt
     chat = [("user", "x"), ("assistant", "y"), ("user", "z"), ("assistant", "w")]
     messages = [{"role": role, "content": content} for role, content in chat]
     (document,) = read_documents(data_of(tmp_path, {"messages": messages}), prompts)
-    assert prompts.tokenizer.decode(document.tokens) == "u:x\na:y\nu:z\na:w\n"
+    assert prompts.tokenizer.decode(document.tokens) == "<s>u:x\na:y\nu:z\na:w\n"
     learned = [token for token, counts in zip(document.tokens, document.has_loss, strict=True) if counts]
     assert prompts.tokenizer.decode(learned) == "y\nw\n"
+
+
+def test_chats_begin_as_prompts_of_tasks_do(tmp_path: Path, prompts: Prompts) -> None:
+    """A chat has the tokenizer's BOS once, whether its template writes it or not; earlier versions added none."""
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    for start in ("", "<s>"):
+        prompts.tokenizer.chat_template = start + TEMPLATE
+        (document,) = read_documents(data_of(tmp_path, {"messages": messages}), prompts)
+        asked = prompts.encode(prompts.tokenizer.apply_chat_template(messages[:1], tokenize=False, **ASKS))
+        assert list(document.tokens[: len(asked)]) == asked
+        assert document.tokens.count(BOS) == 1
+        assert document.has_loss == (False,) * len(asked) + (True,) * 2
+        (earlier,) = read_documents(data_of(tmp_path, {"messages": messages}, chat_bos=False), prompts)
+        assert prompts.tokenizer.decode(earlier.tokens) == f"{start}u:x\na:y\n"
+
+
+def test_only_bos_is_added_to_chats(tmp_path: Path, prompts: Prompts) -> None:
+    """A chat gets no end-of-text token from a tokenizer that appends one, and no BOS from one that adds none."""
+    prompts.tokenizer.chat_template = TEMPLATE
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]
+    backend = prompts.tokenizer.backend_tokenizer
+    for single, expected in (("<s> $A </s>", "<s>u:x\na:y\n"), ("$A", "u:x\na:y\n")):
+        backend.post_processor = TemplateProcessing(single=single, special_tokens=[("<s>", BOS), ("</s>", EOS)])
+        (document,) = read_documents(data_of(tmp_path, {"messages": messages}), prompts)
+        assert prompts.tokenizer.decode(document.tokens) == expected
 
 
 def test_a_token_may_cross_the_end_of_a_prompt(tmp_path: Path) -> None:
@@ -95,7 +122,7 @@ def test_conversational_prompt_and_completion(tmp_path: Path, prompts: Prompts) 
         "completion": [{"role": "assistant", "content": "w"}],
     }
     (document,) = read_documents(data_of(tmp_path, row), prompts)
-    assert prompts.tokenizer.decode(document.tokens) == "u:x\na:y\nu:z\na:w\n"
+    assert prompts.tokenizer.decode(document.tokens) == "<s>u:x\na:y\nu:z\na:w\n"
     learned = [token for token, counts in zip(document.tokens, document.has_loss, strict=True) if counts]
     assert prompts.tokenizer.decode(learned) == "w\n"
 
@@ -114,7 +141,7 @@ def test_conversation_under_other_keys(
     prompts.tokenizer.chat_template = TEMPLATE
     row = {keys[0]: [{"role": "user", "content": "x"}], keys[1]: [{"role": "assistant", "content": "w"}]}
     (document,) = read_documents(data_of(tmp_path, row, prompt=prompt, completion=completion), prompts)
-    assert prompts.tokenizer.decode(document.tokens) == "u:x\na:w\n"
+    assert prompts.tokenizer.decode(document.tokens) == "<s>u:x\na:w\n"
 
 
 @pytest.mark.parametrize(
