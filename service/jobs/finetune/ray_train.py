@@ -178,12 +178,13 @@ def train_here(
 
     All processes that train the expert together call this function. `is_writer` is True in exactly one of these
     processes, the writer. The writer first waits until the workers of an earlier driver have ended. At the end, the
-    writer writes the summary to `directory` or, if the training failed, the reason. `report` is called with the step
-    and the metrics, such as the loss, of each update and each evaluation. `device` is the torch device; None lets the
-    training choose. `access` limits the files that evaluation tasks may read; None is no limit.
+    writer writes the summary to `directory`. `report` is called with the step and the metrics, such as the loss, of
+    each update and each evaluation. `device` is the torch device; None lets the training choose. `access` limits the
+    files that evaluation tasks may read; None is no limit.
 
-    A process that runs out of GPU memory writes the reason itself. If there are others, it also raises
-    torch.OutOfMemoryError, so that Ray Train ends them; the processes that replace them find the reason, and return.
+    A process whose training fails for good writes the reason itself, also if it is not the writer: the failure may be
+    in this process only. If there are other processes, it also raises the error, so that Ray Train ends them; the
+    processes that replace them find the reason, and return.
     """
     import torch
 
@@ -194,14 +195,10 @@ def train_here(
     with _alone(directory) if is_writer else nullcontext():
         try:
             facts = train(spec, directory, report=report, device=device, access=access)
-        except (InvalidModel, InvalidTask, TrainingFailed) as error:
-            if is_writer:
-                _write_failure(directory, error)
-            return
-        except torch.OutOfMemoryError as error:
-            # Any process may run out of memory, and the others wait for it.
-            _write_failure(directory, TrainingFailed(_out_of_memory(spec, error)))
-            if spec.workers > 1:
+        except (InvalidModel, InvalidTask, TrainingFailed, torch.OutOfMemoryError) as error:
+            is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
+            _write_failure(directory, TrainingFailed(_out_of_memory(spec, error)) if is_out_of_memory else error)
+            if spec.workers > 1:  # the others may wait for this process
                 raise
             return
         if is_writer:

@@ -40,6 +40,7 @@ from tests.vision import image_folder, tiny_vit
 from workers.errors import InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.models.remote import fetched, locate
+from workers.training.finetuning import trainer
 from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
 from workers.training.finetuning.result import TRAINING_FILE
@@ -629,6 +630,29 @@ def test_a_worker_of_an_earlier_driver_is_waited_for(tmp_path: Path, monkeypatch
         pass
     with ray_train._alone(tmp_path):
         pass
+
+
+@pytest.mark.parametrize("is_writer", [True, False])
+@pytest.mark.parametrize("workers", [1, 2])
+def test_failures_of_one_process_end_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int, is_writer: bool
+) -> None:
+    """A process that cannot read its data says so and ends with an error, so that the others do not wait for it."""
+    calls: list[int] = []
+
+    def train_nothing(*_: Any, **__: Any) -> None:
+        calls.append(1)
+        raise InvalidTask("data.jsonl: cannot be read")
+
+    monkeypatch.setattr(trainer, "train", train_nothing)
+    spec = spec_of(tmp_path).model_copy(update={"workers": workers})
+    ends = pytest.raises(InvalidTask, match="cannot be read") if workers > 1 else nullcontext()
+    with ends:
+        ray_train.train_here(spec, tmp_path, report=lambda _: None, is_writer=is_writer)
+    failure = {"error": "InvalidTask", "message": "data.jsonl: cannot be read"}
+    assert json.loads((tmp_path / FAILURE_FILE).read_text()) == failure
+    ray_train.train_here(spec, tmp_path, report=lambda _: None, is_writer=is_writer)  # the one that replaces it
+    assert calls == [1]
 
 
 def test_ray_train_gets_evaluations_only(monkeypatch: pytest.MonkeyPatch) -> None:
