@@ -53,11 +53,21 @@ class Reference:
     A gap is the difference between the log-probabilities of the chosen and the second likeliest token. `gaps` maps the
     token ids of a prompt to a list with (text so far, gap) for each generated token. If `model` is given, it is used
     instead of the model in `directory`; then `directory` needs only the tokenizer and the configuration. The model
-    computes on `device`; a given `model` stays where it is.
+    computes on `device`; a given `model` stays where it is. If a GPU has too little memory for a batch, the batch is
+    halved; with `halves_batches` False, this is an error.
     """
 
-    def __init__(self, directory: str, options: EngineOptions, *, model: Any = None, device: str = "cpu") -> None:
+    def __init__(
+        self,
+        directory: str,
+        options: EngineOptions,
+        *,
+        model: Any = None,
+        device: str = "cpu",
+        halves_batches: bool = True,
+    ) -> None:
         self.prompts = Prompts(directory, options)
+        self._halves_batches = halves_batches
         self.model = model or float32_model(directory).to(device)
         self.gaps: dict[tuple[int, ...], list[tuple[str, float]]] = {}
 
@@ -69,7 +79,7 @@ class Reference:
         A batch for which a GPU has too little memory is halved, and so are all later batches. After each batch,
         `finished` is called, if it is not None, with (index, completion) for each request of the batch. Raises
         InvalidTask for a request with a temperature above 0, because the engine's random draws cannot be repeated.
-        Raises OutOfMemoryError if a GPU has too little memory for a single text.
+        Raises OutOfMemoryError if a GPU has too little memory for a single text, or for a batch that is not halved.
         """
         if any(request.temperature > 0 for request in requests):
             raise InvalidTask("the task samples at a temperature above 0; only greedy completions can be verified")
@@ -97,7 +107,7 @@ class Reference:
         try:
             return self._generate(requests)
         except torch.OutOfMemoryError:
-            if len(requests) == 1:
+            if len(requests) == 1 or not self._halves_batches:
                 raise
             return None
 

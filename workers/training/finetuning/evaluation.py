@@ -14,6 +14,7 @@ from workers.engines.transformers.backend import Reference
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess
 from workers.file_access import FileAccess
+from workers.training.finetuning.sharding import ShardedModel
 from workers.training.finetuning.spec import Evaluation, task_of
 from workers.types import Span, TaskSpec
 
@@ -28,7 +29,9 @@ class TaskScorer:
     """
 
     def __init__(self, directory: str, options: EngineOptions, model: Any) -> None:
-        reference = Reference(directory, options, model=_OnDevice(model))
+        # Ranks cannot try a smaller batch together if only one of them runs out of memory.
+        halves = not isinstance(model, ShardedModel)
+        reference = Reference(directory, options, model=_OnDevice(model), halves_batches=halves)
         # Ray Train runs a training in a thread; a metric process ends when the thread that started it ends.
         is_main = threading.current_thread() is threading.main_thread()
         self._evaluator = TaskEvaluator(reference, reference.prompts, metrics=None if is_main else MetricProcess())
@@ -95,10 +98,17 @@ class Evaluator:
 
 
 class _OnDevice:
-    """Wrapper of a model that moves its input tensors to the model's device."""
+    """Wrapper of a model that moves its input tensors to the model's device.
+
+    `forward` is the method of the transformers model that computes the outputs, whose signature has the options of
+    calls. It is None if another object computes them, such as a linearization.
+    """
 
     def __init__(self, model: Any) -> None:
         self._model = model
+        causal = model.module if isinstance(model, ShardedModel) else model
+        causal = causal.get_base_model() if hasattr(causal, "get_base_model") else causal
+        self.forward = getattr(causal, "forward", None)
 
     def __call__(self, **inputs: Any) -> Any:
         device = next(self._model.parameters()).device

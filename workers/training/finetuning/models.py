@@ -54,7 +54,7 @@ class TrainedModel:
 
         The result is the field `module` or, if parameters are sharded, a wrapper that computes on all ranks together.
         """
-        return ShardedModel(self.loss) if self.is_sharded else self.module
+        return ShardedModel(self.loss, self.module) if self.is_sharded else self.module
 
 
 def computes_in(spec: FinetuneSpec, device: torch.device) -> torch.dtype:

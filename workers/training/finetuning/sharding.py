@@ -191,11 +191,12 @@ def gathered(
 class ShardedModel:
     """Wrapper that gives a model with shards the interface of a transformers model, to score it on all ranks.
 
-    All ranks must make the same calls. `root` is the module that was divided (function `shard`).
+    All ranks must make the same calls. `root` is the module that was divided (function `shard`). `module` is the
+    transformers or peft model within it.
     """
 
-    def __init__(self, root: torch.nn.Module) -> None:
-        self._root = root
+    def __init__(self, root: torch.nn.Module, module: Any) -> None:
+        self._root, self.module = root, module
 
     def parameters(self) -> Any:
         return self._root.parameters()

@@ -36,6 +36,11 @@ def test_a_batch_without_room_is_halved(reference: Reference, monkeypatch: pytes
     assert reference.generate(requests, finished=finished.__setitem__) == expected
     assert [finished[i] for i in range(20)] == expected
     assert sizes == [20, 10, 5, 5, 5, 5]
+    monkeypatch.setattr(reference, "_halves_batches", False)
+    with pytest.raises(torch.OutOfMemoryError):
+        reference.generate(requests)
+    assert sizes[6:] == [20]
+    monkeypatch.setattr(reference, "_halves_batches", True)
     room = 0
     with pytest.raises(torch.OutOfMemoryError):
         reference.generate(requests)

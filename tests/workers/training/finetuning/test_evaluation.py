@@ -1,0 +1,54 @@
+"""Evaluation during a training: the logits that it computes, what it reads, and what is refused before the training."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from transformers import AutoModelForCausalLM
+
+from tests.builders import tiny_llama
+from workers.training.finetuning.evaluation import Evaluator
+from workers.training.finetuning.sharding import ShardedModel
+from workers.training.finetuning.spec import FinetuneSpec, parse_spec
+from workers.training.finetuning.target_loss import TargetLoss
+
+OBJECTIVE: dict[str, Any] = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+
+
+@pytest.fixture(scope="module")
+def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    directory = tmp_path_factory.mktemp("evaluation")
+    tiny_llama(directory / "base")
+    rows = [{"prompt": f"{i}+1=", "completion": str(i + 1), "answer": str(i + 1)} for i in range(8)]
+    (directory / "data.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return directory
+
+
+def spec_of(place: Path, *objectives: dict[str, Any], **options: Any) -> FinetuneSpec:
+    document = {
+        "name": "sums",
+        "base": "base",
+        "data": {"file": "data.jsonl", "max_length": 16},
+        "training": {"steps": 1},
+        "evaluation": {"objectives": objectives or (OBJECTIVE,), **options},
+    }
+    return parse_spec(document, place)
+
+
+@pytest.mark.parametrize("kind", ["whole", "adapter", "sharded"])
+def test_logits_are_computed_at_the_last_position(place: Path, kind: str) -> None:
+    """The logits of a prompt at all positions could take more memory than the weights."""
+    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
+    widths: list[int] = []
+    model.lm_head.register_forward_hook(lambda _, inputs, __: widths.append(inputs[0].shape[1]))
+    trained = get_peft_model(model, LoraConfig(r=1, target_modules=["q_proj"])) if kind == "adapter" else model
+    called = ShardedModel(TargetLoss(trained), trained) if kind == "sharded" else None
+    section = spec_of(place).evaluation
+    assert section is not None
+    Evaluator(section, place / "base", trained, max_length=64, seed=0, called=called).values()
+    assert set(widths) == {1}
