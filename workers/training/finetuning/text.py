@@ -146,7 +146,7 @@ class TextTraining:
             spec.evaluation,
             base,
             model,
-            max_length=spec.data.max_length,
+            max_length=_evaluated_length(spec),
             seed=spec.seed,
             chat_template=writes_chats(spec),
             called=called,
@@ -171,7 +171,7 @@ class TextTraining:
             directories,
             tasks,
             samples=samples,
-            max_length=max(spec.data.max_length for spec in experts.values()),
+            max_length=max(map(_evaluated_length, experts.values())),
             chats=[alias for alias, spec in experts.items() if writes_chats(spec)],
             is_linearized=is_linearized,
         )
@@ -197,6 +197,15 @@ def pad_token(spec: FinetuneSpec, tokenizer: Any, base: Path) -> int:
     if tokenizer.pad_token_id is None:
         raise InvalidModel((f"{base}: its tokenizer has no pad token; name one of its tokens in data.pad_token",))
     return int(tokenizer.pad_token_id)
+
+
+def _evaluated_length(spec: FinetuneSpec) -> int:
+    """The largest number of tokens of a prompt with its completion in evaluations and analyses of an expert.
+
+    The limit is the default of studies or, if training rows are longer, `data.max_length`. A smaller maximum of the
+    model also limits texts (property `Prompts.max_length`).
+    """
+    return max(EngineOptions().max_model_len, spec.data.max_length)
 
 
 def _prompts(spec: FinetuneSpec, base: Path) -> Prompts:

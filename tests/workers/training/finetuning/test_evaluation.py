@@ -12,10 +12,12 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.builders import tiny_llama
+from workers.training.finetuning import text
 from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.sharding import ShardedModel
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 from workers.training.finetuning.target_loss import TargetLoss
+from workers.training.finetuning.text import TEXT_TRAINING
 
 OBJECTIVE: dict[str, Any] = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
 
@@ -52,3 +54,22 @@ def test_logits_are_computed_at_the_last_position(place: Path, kind: str) -> Non
     assert section is not None
     Evaluator(section, place / "base", trained, max_length=64, seed=0, called=called).values()
     assert set(widths) == {1}
+
+
+def test_prompts_may_be_longer_than_training_rows(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Evaluations and analyses read prompts as studies do by default, whatever the length of training rows."""
+    (place / "long.jsonl").write_text(json.dumps({"prompt": "1" * 300, "answer": "1"}) + "\n")
+    spec = spec_of(place, {**OBJECTIVE, "task": {"file": "long.jsonl", "max_tokens": 8}})
+    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
+    widths: list[int] = []
+    model.model.register_forward_hook(
+        lambda _, __, given, ___: widths.append(given["input_ids"].shape[1]), with_kwargs=True
+    )
+    TEXT_TRAINING.evaluation(spec, place / "base", model, model, None).values()
+    assert widths[0] == 301
+    lengths: list[int] = []
+    monkeypatch.setattr(text, "MergeLosses", lambda *_, max_length, **__: lengths.append(max_length))
+    longer = spec.model_copy(update={"data": spec.data.model_copy(update={"max_length": 4096})})
+    for experts in ({"one": spec}, {"one": spec, "two": longer}):
+        TEXT_TRAINING.merge_losses(experts, {}, {}, samples=1, is_linearized=False)
+    assert lengths == [2048, 4096]
