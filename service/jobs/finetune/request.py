@@ -27,7 +27,7 @@ from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline, repeated_objectives
-from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
+from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec
 
 __all__ = [
     "LOCAL_DATA",
@@ -104,24 +104,20 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
     other problem.
     """
     from service.results.training import lack_of_losses
-    from workers.evaluation.tasks import check_task
-    from workers.training.finetuning.trainer import check_data
+    from workers.training.finetuning.trainer import check_data, check_evaluation
 
     check_finetune_files(pipeline, access)
     problems = list(repeated_objectives(pipeline))
     for alias, spec in pipeline.experts.items():
+        own: list[Problem] = []
         try:
             check_data(spec, access=access)
         except InvalidModel as error:
-            problems += [Problem(pipeline.field_of(alias, "base"), text) for text in error.problems]
+            own += [Problem("base", text) for text in error.problems]
         except InvalidTask as error:
-            problems.append(Problem(pipeline.field_of(alias, "data"), str(error)))
-        for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
-            try:
-                check_task(task_of(objective, seed=spec.seed, access=access))
-            except InvalidTask as error:
-                field = f"evaluation.objectives.{index}.{error.field}"
-                problems.append(Problem(pipeline.field_of(alias, field), str(error)))
+            own.append(Problem("data", str(error)))
+        own += check_evaluation(spec, access=access, reads_base=not own).problems
+        problems += [Problem(pipeline.field_of(alias, problem.field), problem.message) for problem in own]
     if pipeline.analysis is not None and not problems:
         problems += lack_of_losses(pipeline, access=access)
     if not problems:

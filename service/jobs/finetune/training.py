@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ __all__ = ["run_finetune", "run_fleet"]
 # Options that change rounding at most, with which a training may continue on other machines.
 CHANGEABLE = ("workers", "device", "training.micro_batch", "training.gradient_checkpointing")
 
+# The section that does not influence the training, and may change until the values are final.
+EVALUATION = "evaluation"
+
 # Characters of an option's value in a message.
 MAX_SHOWN = 60
 
@@ -65,7 +68,8 @@ def run_finetune(
     Args:
         spec: Specification of the expert.
         directory: Directory of the training, new or from an earlier call with the same `spec`. Only the options in
-            CHANGEABLE may differ. Options that `spec` does not state keep the defaults of the version that began the
+            CHANGEABLE and, until the training has ended, the section EVALUATION may differ. Options that `spec` does
+            not state keep the defaults of the version that began the
             training.
         resources: Functions that connect to Ray and train on Ray Train.
         note: Called with messages about the progress.
@@ -87,7 +91,8 @@ def run_finetune(
         if before is not None:
             spec, kept = with_stored_defaults(spec, before, fleet=fleet)
             stored = read_spec(before)
-            if differences := _differences(stored, spec):
+            has_ended = (directory / SUMMARY_FILE).exists()
+            if differences := _differences(stored, spec, CHANGEABLE if has_ended else (*CHANGEABLE, EVALUATION)):
                 raise Conflict(
                     f"{directory}: holds another fine-tuning ({stored.name!r}), which differs in "
                     f"{', '.join(differences)}; give these options the values of that fine-tuning to continue it, or "
@@ -100,7 +105,8 @@ def run_finetune(
         if (summary := read_document(directory / SUMMARY_FILE)) is not None:
             return summary
         note(f"Checking base model and data of {spec.name} ...")
-        _check(spec, access)
+        for message in _check(spec, access):
+            note(message)
         with _ray(resources, note):
             cluster = resources.cluster()
             _check_memory(spec, directory, cluster)
@@ -238,15 +244,15 @@ def _continued(spec: FinetuneSpec, directory: Path, fleet: Mapping[str, Any]) ->
     return spec if before is None else with_stored_defaults(spec, before, fleet=fleet)[0]
 
 
-def _check(spec: FinetuneSpec, access: FileAccess | None) -> None:
+def _check(spec: FinetuneSpec, access: FileAccess | None) -> tuple[str, ...]:
     """Check everything in an expert's specification that does not need the weights of the base model.
 
-    `access` limits the files that data and tasks may name; None is no limit. Raises InvalidModel if the base model
-    cannot be trained, and InvalidTask if the data cannot be used.
+    `access` limits the files that data and tasks may name; None is no limit. Returns messages for the user. Raises
+    InvalidModel if the base model cannot be trained, and InvalidTask if the data or an evaluation task cannot be used.
     """
     from workers.training.finetuning.trainer import check
 
-    check(spec, access=access)
+    return check(spec, access=access)
 
 
 def _check_memory(spec: FinetuneSpec, directory: Path, resources: Mapping[str, float]) -> None:
@@ -280,13 +286,13 @@ def _plan(spec: FinetuneSpec, resources: Mapping[str, float]) -> Iterator[str]:
     yield text
 
 
-def _differences(before: FinetuneSpec, spec: FinetuneSpec) -> list[str]:
+def _differences(before: FinetuneSpec, spec: FinetuneSpec, changeable: Sequence[str]) -> list[str]:
     """Options in which two specifications of an expert differ although they must be equal, with both values.
 
     `before` is the specification with which the training of the expert began, and `spec` is the present specification.
-    The options in CHANGEABLE may change while an expert is trained, so differences in these options are left out.
+    Differences in the options and sections that are `changeable` are left out.
     """
-    return list(_different(_settled(before), _settled(spec)))
+    return list(_different(_settled(before, changeable), _settled(spec, changeable)))
 
 
 def _different(before: Mapping[str, Any], now: Mapping[str, Any], section: str = "") -> Iterator[str]:
@@ -302,9 +308,9 @@ def _shown(value: Any) -> str:
     return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}..."
 
 
-def _settled(spec: FinetuneSpec) -> dict[str, Any]:
+def _settled(spec: FinetuneSpec, changeable: Sequence[str]) -> dict[str, Any]:
     document = spec.canonical()
-    for option in CHANGEABLE:
+    for option in changeable:
         *sections, name = option.split(".")
         place = document
         for section in sections:

@@ -198,6 +198,22 @@ def test_evaluations_are_checked(tmp_path: Path) -> None:
     task = {"name": "math", "task": {"file": str(data)}, "metric": "exact_match"}
     twice = problems(task, task)
     assert twice == {"evaluation.objectives.1.name": "math is the name of two objectives; give another name"}
+    arguments = {"do_sample": True, "temperature": 0.8, "max_gen_toks": 4}
+    sampled = {
+        "task": "sampled",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(data)}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "exact_match"}],
+        "generation_kwargs": arguments,
+    }
+    (tmp_path / "sampled.yaml").write_text(json.dumps(sampled))
+    found = problems(task, {"name": "sampled", "task": str(tmp_path / "sampled.yaml"), "metric": "exact_match"})
+    assert list(found) == ["evaluation.objectives.1.task"]
+    assert "samples completions at the temperature 0.8" in found["evaluation.objectives.1.task"]
 
 
 def test_image_data_are_checked(tmp_path: Path) -> None:

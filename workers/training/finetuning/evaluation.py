@@ -11,14 +11,31 @@ import torch
 
 from search_spaces.study.engine import EngineOptions
 from workers.engines.transformers.backend import Reference
+from workers.errors import InvalidTask, TrainingFailed
 from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.metric_process import MetricProcess
+from workers.evaluation.prompts import Generation
 from workers.file_access import FileAccess
 from workers.training.finetuning.sharding import ShardedModel
 from workers.training.finetuning.spec import Evaluation, task_of
 from workers.types import Span, TaskSpec
 
-__all__ = ["Evaluator", "TaskScorer"]
+__all__ = ["Evaluator", "TaskScorer", "check_greedy"]
+
+
+def check_greedy(task: TaskSpec, evaluator: TaskEvaluator, *, samples: int) -> None:
+    """Check that the first `samples` samples of a task are completed greedily, as transformers does in a training.
+
+    Raises InvalidTask if completions are drawn at a temperature above 0, or if the task cannot be built.
+    """
+    for position in range(samples):
+        for request in evaluator.requests(task, position):
+            if isinstance(request, Generation) and request.temperature > 0:
+                raise InvalidTask(
+                    f"samples completions at the temperature {request.temperature:g}; evaluations during a training "
+                    "complete prompts greedily; give a task without a temperature",
+                    "task" if isinstance(task.task, str) else "task.temperature",
+                )
 
 
 class TaskScorer:
@@ -88,11 +105,20 @@ class Evaluator:
             self._spans.append(Span(spec.name, task, 0, min(section.samples, self._scorer.num_samples(task))))
 
     def values(self) -> dict[str, float]:
-        """Score the model with its current weights, and return the mean metric of each objective."""
+        """Score the model with its current weights, and return the mean metric of each objective.
+
+        Raises TrainingFailed if a GPU has too little memory.
+        """
         was_training = self._model.training
         self._model.eval()
         try:
             return self._scorer.values(self._spans)
+        except torch.OutOfMemoryError as error:
+            raise TrainingFailed(
+                f"evaluation: the GPU ran out of memory ({str(error).splitlines()[0]}); shorter prompts and a smaller "
+                "max_tokens of the tasks take less; the training continues from its last checkpoint, also with "
+                "another evaluation or without one"
+            ) from error
         finally:
             self._model.train(was_training)
 

@@ -116,3 +116,11 @@ class History:
     def last(self, key: str) -> Any:
         """Value of `key` in the last history line with this key; None if no line has it."""
         return next((line[key] for line in reversed(read_history(self._file)) if key in line), None)
+
+    def values_at(self, step: int) -> Mapping[str, float]:
+        """Values of the last evaluation after `step` updates, keyed by objective; empty if there was none."""
+        lines = reversed(read_history(self._file))
+        found: Mapping[str, float] = next(
+            (line[VALUES] for line in lines if line["step"] == step and VALUES in line), {}
+        )
+        return found

@@ -37,7 +37,7 @@ from workers.models.remote import locate
 from workers.models.task_heads import TaskHead, has_zero_shot_heads, head_tensors, task_head, zero_shot_head
 from workers.models.zero_shot import check_prompts, class_embeddings
 from workers.training.finetuning.image_merge_losses import ImageMergeLosses
-from workers.training.finetuning.modality import IGNORED
+from workers.training.finetuning.modality import IGNORED, EvaluationCheck
 from workers.training.finetuning.result import save_model
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
@@ -295,6 +295,9 @@ class ImageTraining:
     ) -> ImageEvaluator:
         head = _head(spec, base, _images(spec, base, access))
         return ImageEvaluator(spec, base, head, load_processor(base), model=model, called=called, access=access)
+
+    def check_evaluation(self, spec: FinetuneSpec, base: Path, tasks: Mapping[int, TaskSpec]) -> EvaluationCheck:
+        return EvaluationCheck()
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
         if spec.method.kind == "tangent":

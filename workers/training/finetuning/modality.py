@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple, Protocol, cast
 
+from search_spaces.errors import Problem
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
 from workers.training.finetuning.spec import FinetuneSpec
@@ -23,7 +24,16 @@ if TYPE_CHECKING:
     from workers.training.mergopt.tangent import TangentModel
     from workers.types import TaskSpec
 
-__all__ = ["IGNORED", "Examples", "MergeMeasurement", "MergeReport", "ModelScorer", "TrainingModality", "training_of"]
+__all__ = [
+    "IGNORED",
+    "EvaluationCheck",
+    "Examples",
+    "MergeMeasurement",
+    "MergeReport",
+    "ModelScorer",
+    "TrainingModality",
+    "training_of",
+]
 
 # The label of an output without loss.
 IGNORED = -100
@@ -68,6 +78,17 @@ class ModelScorer(Protocol):
     def values(self) -> dict[str, float]:
         """Score the model with its current weights, and return the mean metric of each objective."""
         ...
+
+
+class EvaluationCheck(NamedTuple):
+    """What was found in the evaluation tasks of a fine-tuning before the training.
+
+    `problems` have the places of options in the specification of the expert. `notes` are messages for the user about
+    tasks that can be scored.
+    """
+
+    problems: tuple[Problem, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class MergeReport(NamedTuple):
@@ -193,6 +214,14 @@ class TrainingModality(Protocol):
         linearization, or, if it has shards, a wrapper that computes on all ranks. `base` is the directory of the base
         model. `access` limits the files that tasks may use; None is no limit. Raises InvalidTask if a task cannot be
         built.
+        """
+        ...
+
+    def check_evaluation(self, spec: FinetuneSpec, base: Path, tasks: Mapping[int, TaskSpec]) -> EvaluationCheck:
+        """Check without weights whether the model in training can be scored on the evaluation tasks of `spec`.
+
+        `base` is the directory of the base model, and `tasks` are the tasks, keyed by their index in
+        `evaluation.objectives`. The data of `spec`, the base and the data of the tasks have been checked before.
         """
         ...
 

@@ -7,8 +7,10 @@ from contextlib import AbstractContextManager, nullcontext
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.errors import Problem
 from search_spaces.study.engine import EngineOptions
 from workers.errors import InvalidModel, InvalidTask
+from workers.evaluation.lm_eval import TaskEvaluator
 from workers.evaluation.lm_eval_tasks import content_hash
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.references import lack_of_references
@@ -17,8 +19,9 @@ from workers.models.checkpoints import open_checkpoint
 from workers.models.remote import locate
 from workers.training.finetuning.data import Document, pack, read_documents, tensors_of, writes_chats
 from workers.training.finetuning.document_attention import document_bounds, use_document_attention, within_documents
-from workers.training.finetuning.evaluation import Evaluator
+from workers.training.finetuning.evaluation import Evaluator, check_greedy
 from workers.training.finetuning.merge_losses import MergeLosses
+from workers.training.finetuning.modality import EvaluationCheck
 from workers.training.finetuning.models import check_packing, computes_in
 from workers.training.finetuning.result import save_model
 from workers.training.finetuning.spec import FinetuneSpec
@@ -152,6 +155,20 @@ class TextTraining:
             called=called,
             access=access,
         )
+
+    def check_evaluation(self, spec: FinetuneSpec, base: Path, tasks: Mapping[int, TaskSpec]) -> EvaluationCheck:
+        assert spec.evaluation is not None
+        options = EngineOptions(max_model_len=_evaluated_length(spec), chat_template=writes_chats(spec))
+        prompts = Prompts(str(base), options)
+        problems: list[Problem] = []
+        evaluator = TaskEvaluator(None, prompts)
+        for index, task in tasks.items():
+            try:
+                info = evaluator.describe(task)
+                check_greedy(task, evaluator, samples=min(spec.evaluation.samples, info.num_samples))
+            except InvalidTask as error:
+                problems.append(Problem(f"evaluation.objectives.{index}.{error.field}", str(error)))
+        return EvaluationCheck(tuple(problems))
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
         lack = lack_of_references(task)

@@ -26,7 +26,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.nn.parallel import DistributedDataParallel
 
-from workers.errors import InvalidModel, TrainingFailed
+from search_spaces.errors import Problem
+from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.evaluation.tasks import check_task
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
@@ -44,15 +45,16 @@ from workers.training.finetuning.history import (
 )
 from workers.training.finetuning.memory_plan import lack_of_memory, recomputes
 from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
-from workers.training.finetuning.modality import Examples, ModelScorer, training_of
+from workers.training.finetuning.modality import EvaluationCheck, Examples, ModelScorer, training_of
 from workers.training.finetuning.models import TrainedModel, computes_in, load_model
 from workers.training.finetuning.result import write_expert
 from workers.training.finetuning.sharding import gathered
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
 from workers.training.mergopt.optimizer import MergOPT
+from workers.types import TaskSpec
 
-__all__ = ["check", "check_data", "learning_rate_at", "noise_seed", "train"]
+__all__ = ["check", "check_data", "check_evaluation", "learning_rate_at", "noise_seed", "train"]
 
 SEEDS = 1_000_003
 
@@ -111,7 +113,21 @@ def train(
     evaluators = _evaluators(spec, base, model, access=access) if is_scorer else {}
     passes = _Passes(spec, model, rows, ranks)
     loss, weights_loss = history.last("loss"), history.last("weights_loss")
-    values: dict[str, dict[str, float]] = {name: history.last(name) or {} for name in (VALUES, LINEARIZED)}
+    objectives = [each.name for each in spec.evaluation.objectives] if spec.evaluation is not None else []
+    values: dict[str, dict[str, float]] = {
+        name: (history.last(name) or {}) if objectives else {} for name in (VALUES, LINEARIZED)
+    }
+
+    def evaluate(step: int) -> None:
+        """Evaluate the model after `step` updates, and add its values to the history."""
+        values.update({name: evaluator.values() for name, evaluator in evaluators.items()})
+        found = {name: each for name, each in values.items() if each or name == VALUES}
+        history.add({"step": step, **found})
+
+    # A process may have ended between a checkpoint and its evaluation, or the evaluation may have changed since.
+    is_due = newest is not None and _is_evaluated(start, spec, num_steps)
+    if ranks.total(is_due and history.values_at(start).keys() != set(objectives)):
+        evaluate(start)
     for step in range(start, num_steps):
         began = time.perf_counter()
         rate = learning_rate_at(step, num_steps, spec.training)
@@ -133,13 +149,11 @@ def train(
         if update.second_loss is not None:
             line["offset_loss"] = update.second_loss
         history.add({**line, rows.unit: update.num_targets, "seconds": time.perf_counter() - began})
-        if spec.evaluation is not None and (is_last or (step + 1) % spec.evaluation.every == 0):
-            values |= {name: evaluator.values() for name, evaluator in evaluators.items()}
-            found = {name: each for name, each in values.items() if each or name == VALUES}
-            history.add({"step": step + 1, **found})
         if is_last or (step + 1) % spec.training.checkpoint_every == 0:
             checkpoints.save(out / CHECKPOINTS, step=step + 1, trained=model.trained, optimizer=optimizer, loss=loss)
             newest = checkpoints.latest(out / CHECKPOINTS)
+        if _is_evaluated(step + 1, spec, num_steps):
+            evaluate(step + 1)
     facts: dict[str, Any] = {"steps": num_steps, "loss": loss, "rows": len(rows), VALUES: values[VALUES]}
     if values[LINEARIZED]:
         facts[LINEARIZED] = values[LINEARIZED]
@@ -152,6 +166,11 @@ def train(
             write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values[VALUES], weights=weights)
     ranks.wait()
     return facts
+
+
+def _is_evaluated(step: int, spec: FinetuneSpec, num_steps: int) -> bool:
+    """Whether the model is evaluated after `step` of `num_steps` updates of the training `spec`."""
+    return spec.evaluation is not None and (step == num_steps or step % spec.evaluation.every == 0)
 
 
 def _evaluators(
@@ -242,15 +261,43 @@ def _load(checkpoint: Path, spec: FinetuneSpec, model: TrainedModel, optimizer: 
     checkpoints.load(checkpoint, trained=model.trained, optimizer=optimizer)
 
 
-def check(spec: FinetuneSpec, *, access: FileAccess | None = None) -> None:
+def check(spec: FinetuneSpec, *, access: FileAccess | None = None) -> tuple[str, ...]:
     """Check everything in `spec`, the specification of a fine-tuning, that can be checked without the model's weights.
 
-    `access` limits the files that data and tasks may name; None is no limit. Raises InvalidModel for problems of the
-    base, and InvalidTask for problems of the data or of evaluation tasks.
+    `access` limits the files that data and tasks may name; None is no limit. Returns messages for the user about
+    evaluation tasks. Raises InvalidModel for problems of the base, and InvalidTask for problems of the data or of
+    evaluation tasks.
     """
     check_data(spec, access=access)
-    for objective in spec.evaluation.objectives if spec.evaluation is not None else ():
-        check_task(task_of(objective, seed=spec.seed, access=access))
+    found = check_evaluation(spec, access=access)
+    if found.problems:
+        raise InvalidTask("\n".join(f"{spec.name}: {problem.field}: {problem.message}" for problem in found.problems))
+    return found.notes
+
+
+def check_evaluation(
+    spec: FinetuneSpec, *, access: FileAccess | None = None, reads_base: bool = True
+) -> EvaluationCheck:
+    """Check the evaluation tasks of the fine-tuning `spec` without the model's weights.
+
+    `access` limits the files that tasks may name; None is no limit. With `reads_base` False, only the tasks themselves
+    are checked, as for a base or data that cannot be used.
+    """
+    tasks: dict[int, TaskSpec] = {}
+    problems: list[Problem] = []
+    for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
+        task = task_of(objective, seed=spec.seed, access=access)
+        try:
+            check_task(task)
+        except InvalidTask as error:
+            problems.append(Problem(f"evaluation.objectives.{index}.{error.field}", str(error)))
+        else:
+            tasks[index] = task
+    if spec.evaluation is None or not reads_base:
+        return EvaluationCheck(tuple(problems))
+    base = locate(spec.base)
+    found = training_of(base).check_evaluation(spec, base, tasks)
+    return EvaluationCheck((*problems, *found.problems), found.notes)
 
 
 def check_data(spec: FinetuneSpec, *, access: FileAccess | None = None) -> None:

@@ -44,7 +44,7 @@ from workers.training.finetuning import trainer
 from workers.training.finetuning.fleet import Analysis, Pipeline, parse_pipeline
 from workers.training.finetuning.history import CHECKPOINTS, METRICS, History
 from workers.training.finetuning.result import TRAINING_FILE
-from workers.training.finetuning.spec import FinetuneSpec, Method, parse_spec
+from workers.training.finetuning.spec import Evaluation, FinetuneSpec, Method, parse_spec
 
 
 def fit(spec: FinetuneSpec, directory: Path, access: FileAccess | None, _: int = 1) -> None:
@@ -564,6 +564,31 @@ def test_other_machines_continue_a_training(tmp_path: Path) -> None:
     summary = run_finetune(spec_of(tmp_path), out, resources=HERE)
     other = spec_of(tmp_path, micro_batch=1, gradient_checkpointing=True).model_copy(update={"workers": 2})
     assert run_finetune(other, out, resources=HERE) == summary
+
+
+def test_the_evaluation_may_change_until_the_end(tmp_path: Path) -> None:
+    """An evaluation does not influence the training; once the training has ended, its values are final."""
+    task = {"file": str(tmp_path / "data.jsonl"), "answer": "{{completion}}", "max_tokens": 4}
+    sections = [
+        Evaluation.model_validate({"objectives": [{"name": name, "task": task, "metric": "exact_match"}]})
+        for name in ("first", "second")
+    ]
+    first, second = (spec_of(tmp_path).model_copy(update={"evaluation": section}) for section in sections)
+    out, trained = tmp_path / "out", list[Any]()
+
+    def interrupted(spec: FinetuneSpec, *_: Any) -> None:
+        trained.append(spec.evaluation)
+        raise ConnectionError("Ray is gone")
+
+    for spec in (first, spec_of(tmp_path), second):
+        with pytest.raises(ConnectionError):
+            run_finetune(spec, out, resources=with_fit(interrupted))
+    assert trained == [sections[0], None, sections[1]]
+    assert json.loads((out / SPEC_FILE).read_text())["evaluation"]["objectives"][0]["name"] == "second"
+    (out / SUMMARY_FILE).write_text("{}")
+    assert run_finetune(second, out, resources=HERE) == {}
+    with pytest.raises(Conflict, match=r"which differs in evaluation\.objectives"):
+        run_finetune(first, out, resources=HERE)
 
 
 def test_experts_train_side_by_side(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -12,12 +13,14 @@ from peft import LoraConfig, get_peft_model
 from transformers import AutoModelForCausalLM
 
 from tests.builders import tiny_llama
+from workers.errors import InvalidTask, TrainingFailed
 from workers.training.finetuning import text
 from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.sharding import ShardedModel
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 from workers.training.finetuning.target_loss import TargetLoss
 from workers.training.finetuning.text import TEXT_TRAINING
+from workers.training.finetuning.trainer import check
 
 OBJECTIVE: dict[str, Any] = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
 
@@ -73,3 +76,39 @@ def test_prompts_may_be_longer_than_training_rows(place: Path, monkeypatch: pyte
     for experts in ({"one": spec}, {"one": spec, "two": longer}):
         TEXT_TRAINING.merge_losses(experts, {}, {}, samples=1, is_linearized=False)
     assert lengths == [2048, 4096]
+
+
+def test_sampling_is_refused_before_the_training(place: Path) -> None:
+    """Transformers completes prompts greedily, so a task that draws completions would end at the first evaluation."""
+    task = {
+        "task": "sampled",
+        "dataset_path": "json",
+        "dataset_kwargs": {"data_files": {"test": str(place / "data.jsonl")}},
+        "test_split": "test",
+        "output_type": "generate_until",
+        "doc_to_text": "{{prompt}}",
+        "doc_to_target": "{{answer}}",
+        "metric_list": [{"metric": "exact_match"}],
+    }
+    greedy, sampled = place / "greedy.yaml", place / "sampled.yaml"
+    for file, drawing in ((greedy, {}), (sampled, {"do_sample": True, "temperature": 0.8})):
+        arguments = {"until": ["\n"], "max_gen_toks": 4, **drawing}
+        file.write_text(json.dumps({**task, "generation_kwargs": arguments}))
+    check(spec_of(place, {**OBJECTIVE, "task": str(greedy)}))
+    message = "sums: evaluation.objectives.1.task: samples completions at the temperature 0.8; evaluations during a tr"
+    with pytest.raises(InvalidTask, match=re.escape(message)):
+        check(spec_of(place, OBJECTIVE, {**OBJECTIVE, "name": "sampled", "task": str(sampled)}))
+
+
+def test_a_lack_of_gpu_memory_names_the_evaluation(place: Path) -> None:
+    def out_of_memory(**_: Any) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
+
+    model = AutoModelForCausalLM.from_pretrained(place / "base", dtype=torch.float32)
+    model.forward = out_of_memory
+    section = spec_of(place, samples=1).evaluation
+    assert section is not None
+    with pytest.raises(
+        TrainingFailed, match=r"evaluation: the GPU ran out of memory \(CUDA out of memory\.\); shorter"
+    ):
+        Evaluator(section, place / "base", model, max_length=64, seed=0).values()

@@ -20,6 +20,7 @@ from tests.vision import image_folder, tiny_vit
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
 from workers.training.finetuning import checkpoints
+from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
 from workers.training.finetuning.methods import make_optimizer
 from workers.training.finetuning.models import check_packing, load_model
@@ -424,6 +425,27 @@ def test_the_tasks_of_studies_are_scored_while_training(place: Path, tmp_path: P
     assert facts["values"] == values[-1]
     assert 0 <= values[-1]["sums"] <= 1
     assert "## Evaluation" in (tmp_path / "out" / EXPERT / "README.md").read_text()
+
+
+def test_a_failed_evaluation_may_be_changed(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An evaluation comes after its checkpoint and changes no weight, so that the training continues with another."""
+    objective = {"name": "sums", "task": {"file": "data.jsonl", "max_tokens": 4}, "metric": "exact_match"}
+    given = {"training": {"steps": 4}, "method": {"kind": "adamw"}}
+    whole, out = tmp_path / "whole", tmp_path / "out"
+    run(place, whole, **given)
+    with monkeypatch.context() as patched:
+        patched.setattr(Evaluator, "values", lambda _: pytest.fail("it ended"))
+        with pytest.raises(pytest.fail.Exception):
+            run(place, out, **given, evaluation={"every": 2, "samples": 4, "objectives": [objective]})
+    assert checkpoints.step_of(checkpoints.latest(out / CHECKPOINTS)) == 2
+    other = {"every": 2, "samples": 2, "objectives": [{**objective, "name": "other"}]}
+    facts = run(place, out, **given, evaluation=other)
+    values = {line["step"]: line["values"] for line in read_history(out / METRICS) if "values" in line}
+    assert [(step, list(found)) for step, found in values.items()] == [(2, ["other"]), (4, ["other"])]
+    assert facts["values"] == values[4]
+    assert are_equal(weights(out), weights(whole))
+    shutil.rmtree(out / EXPERT)
+    assert run(place, out, **given)["values"] == {}
 
 
 def test_tangent_experts_are_scored_as_trained_and_as_exported(place: Path, tmp_path: Path) -> None:
