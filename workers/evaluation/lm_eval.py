@@ -36,6 +36,9 @@ KNOWN_ARGUMENTS = frozenset(
     {"until", "max_gen_toks", "max_new_tokens", "max_tokens", "do_sample", "temperature", "top_p", "top_k", "num_beams"}
 )
 
+# The end of messages about texts that are too long.
+RAISE_LIMIT = "raise engine.max_model_len, or data.max_length of a fine-tuning, if the model reads more"
+
 
 @dataclass(frozen=True)
 class Scored:
@@ -160,6 +163,10 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         return self.prompts.max_length
 
     @property
+    def _limit(self) -> str:
+        return f"the {self.max_length} tokens that are read"
+
+    @property
     def tokenizer_name(self) -> str:
         return self.prompts.directory.replace("/", "__")
 
@@ -242,8 +249,8 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
         room = self.max_length - max_tokens
         if room < 1:
             raise InvalidTask(
-                f"{max_tokens} new tokens leave no room for a prompt in max_model_len {self.max_length}; "
-                "raise engine.max_model_len or lower the task's max_tokens"
+                f"{max_tokens} new tokens leave no room for a prompt in {self._limit}; lower the task's max_tokens, or "
+                f"{RAISE_LIMIT}"
             )
         until = arguments.get("until") or ()
         temperature = _temperature(arguments)
@@ -276,7 +283,7 @@ class BackendLM(TemplateLM):  # type: ignore[misc]
             )
         if cut >= len(context):
             raise InvalidTask(
-                f"an option of {len(tail)} tokens leaves no room for a prompt in max_model_len {self.max_length}"
+                f"an option of {len(tail)} tokens leaves no room for a prompt in {self._limit}; {RAISE_LIMIT}"
             )
         return Continuation(tuple(tokens[cut:]), len(context) - cut), cut > 0
 

@@ -132,7 +132,9 @@ def test_truncated_prompts_keep_their_end_and_are_counted(llama: str, tmp_path: 
 
 def test_completion_that_leaves_no_room_for_a_prompt_is_refused(llama: str, tmp_path: Path) -> None:
     spec = one(tmp_path / "a.jsonl", "1+1=", max_tokens=128)
-    with pytest.raises(InvalidTask, match="128 new tokens leave no room for a prompt in max_model_len 128"):
+    with pytest.raises(
+        InvalidTask, match="128 new tokens leave no room for a prompt in the 128 tokens that are read; lower"
+    ):
         TaskEvaluator(None, Prompts(llama, OPTIONS)).describe(spec)
 
 

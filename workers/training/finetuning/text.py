@@ -160,7 +160,7 @@ class TextTraining:
         assert spec.evaluation is not None
         options = EngineOptions(max_model_len=_evaluated_length(spec), chat_template=writes_chats(spec))
         prompts = Prompts(str(base), options)
-        problems: list[Problem] = []
+        problems, notes = list[Problem](), list[str]()
         evaluator = TaskEvaluator(None, prompts)
         for index, task in tasks.items():
             try:
@@ -168,7 +168,14 @@ class TextTraining:
                 check_greedy(task, evaluator, samples=min(spec.evaluation.samples, info.num_samples))
             except InvalidTask as error:
                 problems.append(Problem(f"evaluation.objectives.{index}.{error.field}", str(error)))
-        return EvaluationCheck(tuple(problems))
+            else:
+                if info.num_truncated:
+                    notes.append(
+                        f"{spec.name}: evaluation.objectives.{index}: {info.num_truncated} of {info.num_samples} "
+                        "prompts lose their beginning, because a prompt and its completion have at most "
+                        f"{prompts.max_length} tokens; a larger data.max_length allows more if the model reads more"
+                    )
+        return EvaluationCheck(tuple(problems), tuple(notes))
 
     def lack_of_losses(self, spec: FinetuneSpec, task: TaskSpec) -> str | None:
         lack = lack_of_references(task)

@@ -632,6 +632,17 @@ def test_a_directory_in_use_is_refused(tmp_path: Path) -> None:
         run_finetune(spec_of(tmp_path), tmp_path / "out", resources=HERE)
 
 
+def test_prompts_that_are_cut_are_reported(tmp_path: Path) -> None:
+    """The notes before a training say how many prompts of an evaluation task are longer than the model reads."""
+    task = {"file": str(tmp_path / "data.jsonl"), "prompt": "{{prompt * 300}}", "answer": "{{completion}}"}
+    section = {"objectives": [{"name": "sums", "task": task, "metric": "exact_match"}]}
+    spec = spec_of(tmp_path).model_copy(update={"evaluation": Evaluation.model_validate(section)})
+    notes: list[str] = []
+    fit_nothing = with_fit(lambda _, directory, *__: (directory / SUMMARY_FILE).write_text("{}"))
+    run_finetune(spec, tmp_path / "out", resources=fit_nothing, note=notes.append)
+    assert any("sums: evaluation.objectives.0: 20 of 20 prompts lose their beginning" in note for note in notes)
+
+
 def test_nothing_is_started_for_data_that_cannot_be_used(tmp_path: Path) -> None:
     spec = spec_of(tmp_path)
     (tmp_path / "data.jsonl").write_text("{\n")

@@ -100,6 +100,20 @@ def test_sampling_is_refused_before_the_training(place: Path) -> None:
         check(spec_of(place, OBJECTIVE, {**OBJECTIVE, "name": "sampled", "task": str(sampled)}))
 
 
+def test_prompts_without_room_are_refused_or_reported(place: Path) -> None:
+    """The base reads 512 tokens: a prompt that does not fit beside its completion is reported, and cut."""
+    rows = [{"prompt": "1" * length, "answer": "1"} for length in (3, 509, 600)]
+    (place / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    notes = check(
+        spec_of(place, OBJECTIVE, {**OBJECTIVE, "name": "b", "task": {"file": "rows.jsonl", "max_tokens": 4}})
+    )
+    message = "sums: evaluation.objectives.1: 2 of 3 prompts lose their beginning, because a prompt and its completion"
+    assert [note[: len(message)] for note in notes] == [message]
+    message = "sums: evaluation.objectives.0.task: 512 new tokens leave no room for a prompt in the 512 tokens that are"
+    with pytest.raises(InvalidTask, match=re.escape(message)):
+        check(spec_of(place, {**OBJECTIVE, "task": {"file": "data.jsonl", "max_tokens": 512}}))
+
+
 def test_a_lack_of_gpu_memory_names_the_evaluation(place: Path) -> None:
     def out_of_memory(**_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
