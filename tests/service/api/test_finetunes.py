@@ -198,6 +198,7 @@ def test_evaluations_are_checked(tmp_path: Path) -> None:
     task = {"name": "math", "task": {"file": str(data)}, "metric": "exact_match"}
     twice = problems(task, task)
     assert twice == {"evaluation.objectives.1.name": "math is the name of two objectives; give another name"}
+    assert list(problems(task, chat_template=True)) == ["evaluation.chat_template"]
     arguments = {"do_sample": True, "temperature": 0.8, "max_gen_toks": 4}
     sampled = {
         "task": "sampled",

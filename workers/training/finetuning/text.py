@@ -160,6 +160,9 @@ class TextTraining:
         assert spec.evaluation is not None
         options = EngineOptions(max_model_len=_evaluated_length(spec), chat_template=writes_chats(spec))
         prompts = Prompts(str(base), options)
+        if options.chat_template and not prompts.tokenizer.chat_template:
+            message = f"true; the tokenizer of {base} has no chat template; write false, or leave it out"
+            return EvaluationCheck((Problem("evaluation.chat_template", message),))
         problems, notes = list[Problem](), list[str]()
         evaluator = TaskEvaluator(None, prompts)
         for index, task in tasks.items():

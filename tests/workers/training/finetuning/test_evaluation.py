@@ -114,6 +114,13 @@ def test_prompts_without_room_are_refused_or_reported(place: Path) -> None:
         check(spec_of(place, {**OBJECTIVE, "task": {"file": "data.jsonl", "max_tokens": 512}}))
 
 
+def test_a_missing_chat_template_is_refused(place: Path) -> None:
+    message = "sums: evaluation.chat_template: true; the tokenizer of .*base has no chat template; write false"
+    with pytest.raises(InvalidTask, match=message):
+        check(spec_of(place, chat_template=True))
+    assert check(spec_of(place, chat_template=False)) == ()
+
+
 def test_a_lack_of_gpu_memory_names_the_evaluation(place: Path) -> None:
     def out_of_memory(**_: Any) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory.\nSee the documentation")
