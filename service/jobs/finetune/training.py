@@ -32,6 +32,7 @@ from workers.models.remote import locate
 from workers.training.finetuning.fleet import fleet_noise
 from workers.training.finetuning.history import CHECKPOINTS
 from workers.training.finetuning.memory_plan import training_memory
+from workers.training.finetuning.modality import training_of
 from workers.training.finetuning.spec import FinetuneSpec
 
 __all__ = ["run_finetune", "run_fleet"]
@@ -81,8 +82,8 @@ def run_finetune(
     Raises:
         InvalidModel: The base model cannot be trained.
         InvalidTask: The data or a task cannot be used.
-        Conflict: The directory is used by another run or specification, the cluster is too small, or the training does
-            not fit into the memory of its GPUs.
+        Conflict: The directory is used by another run or specification, the data have changed since its last
+            checkpoint, the cluster is too small, or the training does not fit into the memory of its GPUs.
         ConnectionError: Ray cannot be reached.
         TrainingFailed: The training failed, and would fail again.
     """
@@ -107,6 +108,7 @@ def run_finetune(
         note(f"Checking base model and data of {spec.name} ...")
         for message in _check(spec, access):
             note(message)
+        _check_data_unchanged(spec, directory)
         with _ray(resources, note):
             cluster = resources.cluster()
             _check_memory(spec, directory, cluster)
@@ -253,6 +255,21 @@ def _check(spec: FinetuneSpec, access: FileAccess | None) -> tuple[str, ...]:
     from workers.training.finetuning.trainer import check
 
     return check(spec, access=access)
+
+
+def _check_data_unchanged(spec: FinetuneSpec, directory: Path) -> None:
+    """Check that the training in `directory` continues on the data of its last checkpoint, if it has one.
+
+    Raises Conflict if the data have changed. The base model, whose hash takes longer, is checked by the training.
+    """
+    from workers.training.finetuning import checkpoints
+    from workers.training.finetuning.result import DATA, changed_source
+
+    newest = checkpoints.latest(directory / CHECKPOINTS)
+    if newest is None or (digest := training_of(locate(spec.base)).data_digest(spec)) is None:
+        return
+    if change := changed_source(spec, before=checkpoints.sources(newest), now={DATA: digest}):
+        raise Conflict(f"{directory}: {change}")
 
 
 def _check_memory(spec: FinetuneSpec, directory: Path, resources: Mapping[str, float]) -> None:

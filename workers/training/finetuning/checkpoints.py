@@ -26,25 +26,35 @@ from torch.optim import Optimizer
 from workers.directories import appearing
 from workers.training.finetuning.sharding import local, part_of
 
-__all__ = ["KEPT", "latest", "load", "optimizer_state", "save", "step_of"]
+__all__ = ["KEPT", "latest", "load", "optimizer_state", "save", "sources", "step_of"]
 
 # The number of checkpoints that are kept, the newest.
 KEPT = 2
 
 PREFIX = "step-"
 STATE = "state.json"
+SOURCES = "sources"
 # In a checkpoint, the weights NAME and the optimizer's states of parameter number N.
 OF_WEIGHTS, OF_OPTIMIZER = "weights.", "optimizer."
 # The files of earlier versions.
 WEIGHTS, MOMENTS = "weights.safetensors", "optimizer.safetensors"
 
 
-def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], optimizer: Optimizer, loss: float) -> Path:
+def save(
+    directory: Path,
+    *,
+    step: int,
+    trained: Mapping[str, torch.Tensor],
+    optimizer: Optimizer,
+    loss: float,
+    sources: Mapping[str, str] | None = None,
+) -> Path:
     """Write a checkpoint of a training below `directory`, after `step` updates, and return its directory.
 
     All ranks of the process group must call this function. `trained` are the trained weights, keyed by name, and
-    `optimizer` is the optimizer whose state is stored; `loss` is the loss of the last update. An existing checkpoint is
-    not changed. The oldest checkpoints beyond the newest KEPT are removed.
+    `optimizer` is the optimizer whose state is stored; `loss` is the loss of the last update. `sources` are the hashes
+    of the training's inputs, which only rank 0 must know. An existing checkpoint is not changed. The oldest checkpoints
+    beyond the newest KEPT are removed.
     """
     out = directory / f"{PREFIX}{step:08}"
     is_writer, is_alone = _rank() == 0, not dist.is_initialized()
@@ -59,7 +69,8 @@ def save(directory: Path, *, step: int, trained: Mapping[str, torch.Tensor], opt
                     no_dist=is_alone,
                 )
             if is_writer:
-                (place / STATE).write_text(json.dumps({"step": step, "loss": loss, "optimizer": rest}))
+                state = {"step": step, "loss": loss, SOURCES: dict(sources or {}), "optimizer": rest}
+                (place / STATE).write_text(json.dumps(state))
     for old in _all(directory)[:-KEPT] if is_writer else ():
         shutil.rmtree(old, ignore_errors=True)
     if not is_alone:
@@ -133,6 +144,12 @@ def optimizer_state(checkpoint: Path) -> Mapping[str, Any]:
     """
     state: Mapping[str, Any] = json.loads((checkpoint / STATE).read_text())["optimizer"]
     return state
+
+
+def sources(checkpoint: Path) -> Mapping[str, str]:
+    """Read the hashes of the training's inputs in a checkpoint; empty for checkpoints of earlier versions."""
+    found: Mapping[str, str] = json.loads((checkpoint / STATE).read_text()).get(SOURCES, {})
+    return found
 
 
 @torch.no_grad()

@@ -21,10 +21,13 @@ from workers.training.finetuning.history import LINEARIZED
 from workers.training.finetuning.modality import training_of
 from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec
 
-__all__ = ["TRAINING_FILE", "save_model", "write_expert"]
+__all__ = ["DATA", "TRAINING_FILE", "changed_source", "save_model", "sources_of", "write_expert"]
 
 # The file, beside the weights, that records how the expert was trained.
 TRAINING_FILE = "finetune.json"
+
+# Keys of the hashes of a training's inputs.
+BASE, DATA, HEAD = "base", "data", "head"
 
 # Size of the files into which large models are divided, each of which is in memory as a whole while it is written.
 MAX_FILE = "5GB"
@@ -36,6 +39,7 @@ def write_expert(
     model: Any,
     out: Path,
     *,
+    sources: Mapping[str, str],
     facts: Mapping[str, Any],
     values: Mapping[str, float],
     weights: Mapping[str, torch.Tensor] | None = None,
@@ -43,9 +47,10 @@ def write_expert(
     """Write a trained model, or its adapter, to the new directory `out`, and return `out`.
 
     `spec` is the specification of the training, and `base` is the directory of the base model. An existing directory is
-    not changed. `facts` are stored in TRAINING_FILE and shown in the model card; `values` are the values of the last
-    evaluation. `weights` are the weights to write, keyed by the names of the parameters in `model`. If `weights` is
-    None, the weights of `model` are rounded to the expert's dtype in place and written.
+    not changed. `sources` are the hashes of the training's inputs (function `sources_of`). `facts` are stored in
+    TRAINING_FILE and shown in the model card; `values` are the values of the last evaluation. `weights` are the weights
+    to write, keyed by the names of the parameters in `model`. If `weights` is None, the weights of `model` are rounded
+    to the expert's dtype in place and written.
     """
     if out.exists():
         return out
@@ -60,7 +65,7 @@ def write_expert(
             model.save_pretrained(place, state_dict=None if weights is None else dict(weights))
         document = {
             "specification": spec.canonical(),
-            "sources": _sources(spec, base),
+            "sources": dict(sources),
             **facts,
             "version": version("mergesearch"),
         }
@@ -100,20 +105,37 @@ def _without_weights(model: Any, dtype: torch.dtype) -> Any:
     return empty
 
 
-def _sources(spec: FinetuneSpec, base: Path) -> dict[str, str]:
+def sources_of(spec: FinetuneSpec, base: Path) -> dict[str, str]:
     """Hashes of the inputs of the training `spec`, each under one of three keys.
 
-    - "base": the fingerprint (hash of the files) of the base model in the directory `base`, as studies compute it
-    - "data": the digest (hex) of the training data; missing if the data are not in a file or folder
-    - "head": the fingerprint of the model whose head an image classifier was trained with; missing if that is the base,
+    - BASE: the fingerprint (hash of the files) of the base model in the directory `base`, as studies compute it
+    - DATA: the digest (hex) of the training data; missing if the data are not in a file or folder
+    - HEAD: the fingerprint of the model whose head an image classifier was trained with; missing if that is the base,
       or if the head is new
     """
-    sources = {"base": fingerprint(open_checkpoint(base))}
+    sources = {BASE: fingerprint(open_checkpoint(base))}
     if (digest := training_of(base).data_digest(spec)) is not None:
-        sources["data"] = digest
+        sources[DATA] = digest
     if spec.data.head not in (BASE_HEAD, NEW_HEAD):
-        sources["head"] = fingerprint(open_checkpoint(locate(spec.data.head)))
+        sources[HEAD] = fingerprint(open_checkpoint(locate(spec.data.head)))
     return sources
+
+
+def changed_source(spec: FinetuneSpec, *, before: Mapping[str, str], now: Mapping[str, str]) -> str | None:
+    """Message about an input of the training `spec` whose hash has changed; None if no input has changed.
+
+    `before` are the hashes at the start of the training, and `now` are the present ones (function `sources_of`). Hashes
+    that only one of the two has are not compared: checkpoints of earlier versions have none.
+    """
+    inputs = {BASE: ("base", spec.base), DATA: ("data", spec.data.file or spec.data.images)}
+    inputs[HEAD] = ("data.head", spec.data.head)
+    for name, (option, place) in inputs.items():
+        if name in before and name in now and before[name] != now[name]:
+            return (
+                f"{option}: {place} has changed since the training began; restore it to continue the training, or give "
+                "another directory to begin anew"
+            )
+    return None
 
 
 def _card(spec: FinetuneSpec, base: Path, *, facts: Mapping[str, Any], values: Mapping[str, float]) -> str:

@@ -47,7 +47,7 @@ from workers.training.finetuning.memory_plan import lack_of_memory, recomputes
 from workers.training.finetuning.methods import fitted_scale, make_optimizer, read_task_vectors
 from workers.training.finetuning.modality import EvaluationCheck, Examples, ModelScorer, training_of
 from workers.training.finetuning.models import TrainedModel, computes_in, load_model
-from workers.training.finetuning.result import write_expert
+from workers.training.finetuning.result import changed_source, sources_of, write_expert
 from workers.training.finetuning.sharding import gathered
 from workers.training.finetuning.spec import FinetuneSpec, Training, task_of
 from workers.training.mergopt.optimizer import STATE as MERGOPT_STATE
@@ -78,13 +78,18 @@ def train(
     module `history` describes these lines. `device` is this rank's device; by default it is a GPU if the machine has
     one. `access` limits the files that training data and evaluation tasks may name, or is None for no limit. Returns
     facts about the training, such as the number of steps, the last loss, and the values of the last evaluation. Raises
-    InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used, and
-    TrainingFailed if a loss or a gradient is NaN or infinite.
+    InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used, or if
+    an input of the training has changed since its checkpoint, and TrainingFailed if a loss or a gradient is NaN or
+    infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
     modality = training_of(base)
     rows = modality.examples(spec, base, access)
+    newest = checkpoints.latest(out / CHECKPOINTS)
+    sources = sources_of(spec, base) if ranks.rank == 0 else {}
+    if newest is not None and (change := changed_source(spec, before=checkpoints.sources(newest), now=sources)):
+        raise InvalidTask(change)
     num_steps = spec.training.steps or math.ceil(len(rows) * float(spec.training.epochs or 0) / spec.training.batch)
     torch.manual_seed(spec.seed)  # adapters begin at random
     is_sharded = ranks.size > 1 and spec.method.kind != "tangent"
@@ -103,7 +108,6 @@ def train(
         vectors=read_task_vectors(spec.method, base, model.module, model.moved),
     )
     history = History(out / METRICS, is_writer=ranks.rank == 0, report=report)
-    newest = checkpoints.latest(out / CHECKPOINTS)
     start = checkpoints.step_of(newest)
     if newest is not None:
         _load(newest, spec, model, optimizer)
@@ -150,7 +154,14 @@ def train(
             line["offset_loss"] = update.second_loss
         history.add({**line, rows.unit: update.num_targets, "seconds": time.perf_counter() - began})
         if is_last or (step + 1) % spec.training.checkpoint_every == 0:
-            checkpoints.save(out / CHECKPOINTS, step=step + 1, trained=model.trained, optimizer=optimizer, loss=loss)
+            checkpoints.save(
+                out / CHECKPOINTS,
+                step=step + 1,
+                trained=model.trained,
+                optimizer=optimizer,
+                loss=loss,
+                sources=sources,
+            )
             newest = checkpoints.latest(out / CHECKPOINTS)
         if _is_evaluated(step + 1, spec, num_steps):
             evaluate(step + 1)
@@ -163,7 +174,16 @@ def train(
         facts["noise"] = asdict(fitted)
     with _weights(spec, model, out if ranks.rank == 0 else None) as weights:
         if ranks.rank == 0:
-            write_expert(spec, base, model.module, out / EXPERT, facts=facts, values=values[VALUES], weights=weights)
+            write_expert(
+                spec,
+                base,
+                model.module,
+                out / EXPERT,
+                sources=sources,
+                facts=facts,
+                values=values[VALUES],
+                weights=weights,
+            )
     ranks.wait()
     return facts
 

@@ -91,6 +91,7 @@ def test_a_refused_specification_may_change(tmp_path: Path, monkeypatch: pytest.
         run_fleet(fleet, {alias: tmp_path / alias for alias in fleet}, resources=resources)
     assert trained == []
     (out / CHECKPOINTS / "step-1").mkdir(parents=True)
+    (out / CHECKPOINTS / "step-1" / "state.json").write_text("{}")
     run_finetune(spec, out, resources=resources)
     monkeypatch.setenv(VARIABLE, "gpus=1,gpu_memory=1GiB")
     run_fleet(fleet, {alias: tmp_path / alias for alias in fleet}, resources=resources)

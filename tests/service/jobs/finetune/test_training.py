@@ -7,7 +7,7 @@ import json
 import os
 import tarfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -589,6 +589,35 @@ def test_the_evaluation_may_change_until_the_end(tmp_path: Path) -> None:
     assert run_finetune(second, out, resources=HERE) == {}
     with pytest.raises(Conflict, match=r"which differs in evaluation\.objectives"):
         run_finetune(first, out, resources=HERE)
+
+
+def test_changed_data_are_refused_before_workers_start(tmp_path: Path) -> None:
+    """Before the first checkpoint the data may change; after it, the training does not continue on other data."""
+    spec, out = spec_of(tmp_path, checkpoint_every=1), tmp_path / "out"
+    data = tmp_path / "data.jsonl"
+    rows = data.read_text()
+
+    def killed_at(step: int) -> Resources:
+        def report(line: Mapping[str, Any]) -> None:
+            if line["step"] == step:
+                raise ConnectionError("Ray is gone")
+
+        def fit_some(spec: FinetuneSpec, directory: Path, *_: Any) -> None:
+            ray_train.train_here(spec, directory, report=report, is_writer=True)
+
+        return with_fit(fit_some)
+
+    for step in (1, 2):
+        data.write_text(f"{rows}\n" * step)
+        with pytest.raises(ConnectionError):
+            run_finetune(spec, out, resources=killed_at(step))
+    data.write_text(rows)
+    unused = with_fit(lambda *_: pytest.fail("it was started"))
+    message = r"out: data: .*data\.jsonl has changed since the training began; restore it to continue the training, or"
+    with pytest.raises(Conflict, match=message):
+        run_finetune(spec, out, resources=unused)
+    data.write_text(f"{rows}\n" * 2)
+    assert run_finetune(spec, out, resources=HERE)["steps"] == 3
 
 
 def test_experts_train_side_by_side(tmp_path: Path) -> None:

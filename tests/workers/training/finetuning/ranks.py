@@ -25,7 +25,7 @@ from workers.training.finetuning import checkpoints
 from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.history import CHECKPOINTS
 from workers.training.finetuning.models import check_packing, load_model
-from workers.training.finetuning.result import write_expert
+from workers.training.finetuning.result import sources_of, write_expert
 from workers.training.finetuning.sharding import unread_model
 from workers.training.finetuning.spec import FinetuneSpec, parse_spec
 from workers.training.finetuning.trainer import check, train
@@ -202,7 +202,13 @@ def warm_up(place: Path) -> None:
         check_packing(model.module)
     checkpoints.save(place / "warm", step=1, trained=model.trained, optimizer=optimizer, loss=0.0)
     write_expert(
-        spec, place / "base", model.module, place / "warm" / "model", facts={"steps": 1, "loss": 0.0}, values={}
+        spec,
+        place / "base",
+        model.module,
+        place / "warm" / "model",
+        sources=sources_of(spec, place / "base"),
+        facts={"steps": 1, "loss": 0.0},
+        values={},
     )
 
 

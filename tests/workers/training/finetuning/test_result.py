@@ -33,7 +33,7 @@ def test_expert_has_the_generation_config_of_its_base(
     model = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
     weights = dict(model.state_dict()) if is_sharded else None
     out = write_expert(
-        spec, base, model, tmp_path / "model", facts={"steps": 1, "loss": 0.5}, values={}, weights=weights
+        spec, base, model, tmp_path / "model", sources={}, facts={"steps": 1, "loss": 0.5}, values={}, weights=weights
     )
     written = out / file.name
     assert (written.read_bytes() if written.exists() else None) == (file.read_bytes() if given else None)

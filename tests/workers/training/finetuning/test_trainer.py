@@ -24,7 +24,7 @@ from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
 from workers.training.finetuning.methods import make_optimizer
 from workers.training.finetuning.models import check_packing, load_model
-from workers.training.finetuning.result import TRAINING_FILE
+from workers.training.finetuning.result import TRAINING_FILE, sources_of
 from workers.training.finetuning.spec import FinetuneSpec, Training, load_spec, parse_spec
 from workers.training.finetuning.task_vectors import task_vector
 from workers.training.finetuning.trainer import check, learning_rate_at, noise_seed, train
@@ -155,6 +155,33 @@ def test_a_training_that_was_killed_ends_with_the_same_bits(any_place: Path, tmp
     assert not are_equal(weights(parts), load_file(any_place / "base" / "model.safetensors"))
 
 
+@pytest.mark.parametrize("changed", ["data", "base"])
+def test_a_training_does_not_continue_on_other_inputs(place: Path, tmp_path: Path, changed: str) -> None:
+    """Rows of other data would be other batches, and the expert would name data that it was not trained on."""
+    for name in ("base", "data.jsonl"):
+        copied = shutil.copytree if name == "base" else shutil.copyfile
+        copied(place / name, tmp_path / name)
+    spec, out = spec_of(tmp_path), tmp_path / "out"
+    out.mkdir()
+
+    def killing(line: Mapping[str, Any]) -> None:
+        if line["step"] == 5:
+            raise Killed
+
+    with pytest.raises(Killed):
+        train(spec, out, report=killing)
+    file = tmp_path / ("data.jsonl" if changed == "data" else "base/generation_config.json")
+    before = file.read_bytes()
+    file.write_bytes(before + b"\n")
+    with pytest.raises(
+        InvalidTask, match=rf"{changed}: .* has changed since the training began; restore it to continue"
+    ):
+        train(spec, out)
+    file.write_bytes(before)
+    train(spec, out)
+    assert json.loads((out / EXPERT / TRAINING_FILE).read_text())["sources"] == sources_of(spec, tmp_path / "base")
+
+
 def test_checkpoints_of_earlier_versions_are_continued(place: Path, tmp_path: Path) -> None:
     """A training continues from a checkpoint in the format of earlier versions, with the bits of one that was whole."""
     whole, parts = tmp_path / "whole", tmp_path / "parts"
@@ -175,6 +202,9 @@ def test_checkpoints_of_earlier_versions_are_continued(place: Path, tmp_path: Pa
         own = {key.removeprefix(prefix): tensor for key, tensor in stored.items() if key.startswith(prefix)}
         save_file(own, newest / f"{name}.safetensors")
     file.unlink()
+    state = json.loads((newest / "state.json").read_text())
+    del state["sources"]
+    (newest / "state.json").write_text(json.dumps(state))
     train(spec_of(place), parts)
     assert are_equal(weights(parts), weights(whole))
 
