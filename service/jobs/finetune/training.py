@@ -70,8 +70,7 @@ def run_finetune(
         spec: Specification of the expert.
         directory: Directory of the training, new or from an earlier call with the same `spec`. Only the options in
             CHANGEABLE and, until the training has ended, the section EVALUATION may differ. Options that `spec` does
-            not state keep the defaults of the version that began the
-            training.
+            not state keep the defaults of the version that began the training.
         resources: Functions that connect to Ray and train on Ray Train.
         note: Called with messages about the progress.
         access: Files that evaluation tasks may read; None is no limit.
