@@ -64,7 +64,7 @@ class OneReplica:
 def score_one_trial(attempt: Attempt) -> None:
     """Work of a driver: one chunk of the first evaluation of the attempt's study, by one trial actor."""
     coordinator = coordinator_of(attempt.store, attempt.job.id)
-    source = _EvaluationSource(coordinator, 1, _Interrupt(print), _Raised())
+    source = _EvaluationSource(coordinator, 1, _Interrupt(print), _Raised(), lambda: None)
     actor = EvaluationTrainable.__new__(EvaluationTrainable)
     actor.setup(source.suggest("t"), OneReplica())  # type: ignore[arg-type]
     actor.step()
