@@ -50,11 +50,12 @@ class Trials(Mapping[int, TrialRecord]):
 
         The count goes back to the newest trial that has a new recipe or was not proposed. For example, the number is 2
         if the last two trials have recipes of earlier trials, and the trial before them has a new recipe. Trials that a
-        user requested are passed over, because they say nothing about proposals.
+        user requested, and refined trials, which follow the search, are passed over, because they say nothing about
+        proposals.
         """
         count = 0
         for trial in reversed(self._trials.values()):
-            if trial.origin is Origin.USER:
+            if trial.origin in (Origin.REFINED, Origin.USER):
                 continue
             if trial.origin is not Origin.SEARCH or self._first[trial.recipe.digest] == trial.number:
                 break

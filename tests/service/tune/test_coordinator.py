@@ -670,6 +670,11 @@ def test_a_requested_trial_resumes_no_exhausted_search(tmp_path: Path, scheduler
     asked = max(trial.number for trial in store.trials(study) if trial.origin is Origin.SEARCH)
     SteeringStore(store).request_evaluation(store.job(study), asked, steering=Steering("evaluate"))
     assert num_trials() == num_trials() == {**ended, Origin.USER: 1}
+    last = store.trials(study)[-1]
+    number, label = last.number + 1, "trial 1, refined from trial 0"
+    refined = TrialRecord(number, Origin.REFINED, label, TrialState.FAIL, last.recipe, reason="the loss is NaN")
+    store.open_attempt(study).add_trial(refined)
+    assert num_trials() == {**ended, Origin.USER: 1, Origin.REFINED: 1}
 
 
 class OddScorer:
