@@ -19,6 +19,8 @@ SCRIPT = ROOT / "deploy" / "helm" / "archive-images.sh"
 
 HELM = list(README.commands("helm"))
 KUBECTL = list(README.commands("kubectl"))
+# Each command of a pipe by itself.
+PIPED = [each.strip() for line in KUBECTL for each in line.split(" | ") if each.strip().startswith("kubectl ")]
 INLINE = [code for code in README.code() if code.startswith(("helm ", "kubectl ")) and "..." not in code]
 
 # Options of `helm install` and `helm upgrade` that `helm template` does not have, with their values.
@@ -77,7 +79,7 @@ def test_helm_has_the_options(line: str, helm: Helm) -> None:
     assert [option for option in options if not re.search(rf"{option}\b", said)] == []
 
 
-@pytest.mark.parametrize("line", [*KUBECTL, *(line for line in INLINE if line.startswith("kubectl "))])
+@pytest.mark.parametrize("line", [*PIPED, *(line for line in INLINE if line.startswith("kubectl "))])
 def test_kubectl_has_the_options(line: str, programs: Path) -> None:
     words = shlex.split(line.partition(" -- ")[0])[1:]
     verb = words[: {"create": 3 if "secret" in words else 2, "rollout": 2}.get(words[0], 1)]
