@@ -243,7 +243,7 @@ def test_a_receiver_that_always_fails_is_disabled(office: Office, monkeypatch: p
         assert (disabled.disabled_reason or "").startswith(
             "nothing arrived for 3.0 days; the last error: status 500; the"
         )
-        assert "is disabled, as nothing arrives" in caplog.text
+        wait_until(lambda: "is disabled, as nothing arrives" in caplog.text)  # written after it is stored
         assert "planted" not in caplog.text
         office.job().set_state(JobState.COMPLETE)
         settle(office)

@@ -180,7 +180,7 @@ def test_daemon_ends_with_its_program() -> None:
     name = f"daemon-{os.getpid() % 10**6}"
 
     def found() -> list[psutil.Process]:
-        return [each for each in psutil.process_iter() if each.name() == name]
+        return [each for each in psutil.process_iter(["name"]) if each.info["name"] == name]
 
     for means in (BubblewrapAlone, NoConfinement):
         executor = Executor(confinement=means)
