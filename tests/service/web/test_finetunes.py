@@ -15,8 +15,8 @@ import pytest
 import yaml
 from playwright.sync_api import Browser
 
-from service.types import EventKind, JobRecord, JobState, Scope
-from tests.service.api.accounts import Company, bearer
+from service.types import EventKind, JobRecord, JobState, Role, Scope
+from tests.service.api.accounts import OPERATOR, Company, bearer
 from tests.service.api.harness import ApiServer, analysed_fleet, finished_finetune, stored_finetune
 from tests.service.web.driving import Visit, axe_violations, check_view, expect, press, visit
 
@@ -504,3 +504,17 @@ def test_readers_see_no_verbs(browser: Browser, company: Company) -> None:
         opened.goto("/finetunes/new")
         expect(page.get_by_text("You may not submit fine-tunings")).to_be_visible()
         expect(page.get_by_role("textbox", name="Specification")).to_have_count(0)
+
+
+def test_one_is_submitted_for_a_team(browser: Browser, company: Company) -> None:
+    """A member of several teams chooses the team, and who may read the fine-tuning."""
+    company.accounts.set_role("blue", "owner", Role.MEMBER, actor=OPERATOR)
+    headers = bearer(company.tokens["owner", Scope.SUBMIT])
+    with visit(browser, company.server.url, headers=headers) as opened:
+        page = opened.goto("/finetunes/new")
+        page.get_by_role("combobox", name="Team").select_option("blue")
+        page.get_by_role("combobox", name="Sharing").select_option("private")
+        page.get_by_role("button", name="Submit").click()
+        expect(page.get_by_role("heading", level=1)).to_have_text("family")
+    (tuned,) = company.server.store.jobs("finetune")
+    assert (tuned.owner, tuned.team, tuned.sharing.value) == ("owner", "blue", "private")

@@ -325,6 +325,11 @@ def test_a_study_begins_with_a_mergekit_file(visitor: Visit, http: httpx.Client,
     page.reload()
     expect(page.get_by_text("Models and a recipe are those of my merge.yml")).to_be_visible()
     assert written(page) == begun["study"]
+    visitor.goto("/studies/new?example=front")
+    expect(field(page, "name")).to_have_value("front")
+    expect(page.get_by_text("Models and a recipe are those of my merge.yml")).to_have_count(0)
+    visitor.goto("/studies/new")
+    expect(field(page, "name")).to_have_value("my-merge")
     file.write_text("merge_method: tise\n")
     with page.expect_file_chooser() as chooser:
         page.get_by_role("button", name="A mergekit file").click()

@@ -20,8 +20,8 @@ export const session = queryOptions({
 
 const at = (id: string) => ({ params: { path: { study_id: id } } })
 
-// Milliseconds between requests for a job that runs, which show whether its driver is alive.
-const RUNNING_MS = 15_000
+/** Milliseconds between requests for a job that runs, which show whether its driver is alive. */
+export const RUNNING_MS = 15_000
 
 // A driver that is silent sends no events.
 const ofRunning = ({ state }: { state: Parameters<typeof afterFailure>[0] & { data?: Pick<Study, 'state'> } }) =>

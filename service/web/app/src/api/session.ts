@@ -1,6 +1,6 @@
 /** Who uses the page, and what the server lets them do: what they may not do is absent from the page. */
 import { useQuery } from '@tanstack/react-query'
-import { BASE, api } from './client'
+import { BASE, Refused, api } from './client'
 import { session } from './queries'
 import type { Session, User } from './types'
 
@@ -35,9 +35,16 @@ export function useSession(): Session & Rights {
   return { ...data!, ...rightsOf(data!) }
 }
 
-/** Ends the session. The page is loaded anew, so that nothing of the user stays in it. */
+/**
+ * Ends the session, if it has not ended before. The page is loaded anew, so that nothing of the user stays in it. Throws
+ * if the server refuses, as after another login in another tab.
+ */
 export async function logOut(): Promise<void> {
-  await api.POST('/v1/logout')
+  try {
+    await api.POST('/v1/logout')
+  } catch (error) {
+    if (!(error instanceof Refused && error.problem.status === 401)) throw error
+  }
   sessionStorage.clear() // texts that were not submitted
   location.assign(`${BASE}/login`)
 }

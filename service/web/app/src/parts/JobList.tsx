@@ -1,7 +1,7 @@
 import { keepPreviousData, useQuery, useQueryClient } from '@tanstack/react-query'
 import type { ReactNode } from 'react'
 import { useLiveJobs } from '../api/live'
-import { session as sessionQuery } from '../api/queries'
+import { RUNNING_MS, session as sessionQuery } from '../api/queries'
 import { afterFailure } from '../api/retry'
 import type { Study } from '../api/types'
 import { count, duration, shortTime } from '../format'
@@ -63,7 +63,10 @@ export function JobList<J extends Job>(props: {
   const jobs = useQuery({
     queryKey,
     queryFn: ({ signal }) => load(signal),
-    refetchInterval: ({ state }) => afterFailure(state) || (connection !== 'live' && POLL_MS),
+    // The stream of all jobs tells no times, so those of running jobs are asked for.
+    refetchInterval: ({ state }) =>
+      afterFailure(state) ||
+      (connection !== 'live' ? POLL_MS : state.data?.jobs.some((job) => job.state === 'RUNNING') && RUNNING_MS),
     placeholderData: keepPreviousData,
   })
   const all: JobColumn<J>[] = [

@@ -1,9 +1,11 @@
 import { Button, Textarea } from '@mantine/core'
-import { type UseMutationResult, useMutation, useQuery } from '@tanstack/react-query'
+import { useMutation, useQuery } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
-import { useMemo, useRef } from 'react'
+import { type ReactNode, useMemo, useRef } from 'react'
 import { api, Refused } from '../../api/client'
+import { useSession } from '../../api/session'
 import { Answer, Failure, Nothing } from '../../parts/Answer'
+import { type Ownership, useOwnership } from '../../parts/Ownership'
 import { Page } from '../../parts/Page'
 import { newFinetuneRoute } from '../../router'
 import { useMaySubmit } from '../../api/rights'
@@ -24,6 +26,10 @@ experts:
   math: {data: {file: /data/math_train.jsonl}}
   text: {data: {file: /data/text_train.jsonl}, training: {steps: 800}}
 `
+
+interface Sent extends Ownership {
+  specification: string
+}
 
 /** A specification as text and form, which is submitted as a fine-tuning; `from` in the address copies another one. */
 export function NewFinetune() {
@@ -62,13 +68,15 @@ export function NewFinetune() {
 function Editor({ name, initial, schemas }: { name: string; initial: string; schemas: Schemas }) {
   const navigate = useNavigate()
   const [text, setText, forget] = useDraft(name, initial)
-  // The same key as long as the text is the same, so that a repeated request creates nothing twice.
-  const sent = useRef({ text: '', key: '' })
+  const { ownership, controls } = useOwnership(useSession())
+  // The same key as long as the request is the same, so that a repeated request creates nothing twice.
+  const sent = useRef({ of: '', key: '' })
   const submit = useMutation({
-    mutationFn: async (specification: string) => {
-      if (sent.current.text !== specification) sent.current = { text: specification, key: randomKey() }
+    mutationFn: async ({ specification, team, sharing }: Sent) => {
+      const of = JSON.stringify([specification, team, sharing])
+      if (sent.current.of !== of) sent.current = { of, key: randomKey() }
       const answer = await api.POST('/v1/finetunes', {
-        params: { header: { 'Idempotency-Key': sent.current.key } },
+        params: { query: { team, sharing }, header: { 'Idempotency-Key': sent.current.key } },
         headers: { 'Content-Type': isJson(specification) ? 'application/json' : 'application/yaml' },
         body: specification as never,
         bodySerializer: (body) => body as unknown as string,
@@ -81,8 +89,8 @@ function Editor({ name, initial, schemas }: { name: string; initial: string; sch
     },
   })
   const { content, error } = useMemo(() => parsed(text), [text])
-  const refused =
-    submit.error instanceof Refused && submit.variables === text ? submit.error.problem.problems : undefined
+  const isOfText = submit.variables?.specification === text
+  const refused = submit.error instanceof Refused && isOfText ? submit.error.problem.problems : undefined
   const form: Form = {
     schemas,
     root: schemas.FinetuneSpec ?? {},
@@ -103,7 +111,15 @@ function Editor({ name, initial, schemas }: { name: string; initial: string; sch
         )}
       </section>
       <div className="beside">
-        <Text initial={initial} text={text} setText={setText} submit={submit} />
+        <Text
+          initial={initial}
+          text={text}
+          setText={setText}
+          controls={controls}
+          isPending={submit.isPending}
+          error={submit.error}
+          onSubmit={() => submit.mutate({ specification: text, ...ownership })}
+        />
       </div>
     </div>
   )
@@ -113,14 +129,18 @@ function Text(props: {
   initial: string
   text: string
   setText: (text: string) => void
-  submit: UseMutationResult<{ id: string }, Error, string>
+  /** What is chosen besides the text. */
+  controls: ReactNode
+  isPending: boolean
+  error: Error | null
+  onSubmit: () => void
 }) {
-  const { initial, text, setText, submit } = props
+  const { initial, text, setText, controls, isPending, error, onSubmit } = props
   return (
     <form
       onSubmit={(event) => {
         event.preventDefault()
-        submit.mutate(text)
+        onSubmit()
       }}
     >
       <Textarea
@@ -135,9 +155,10 @@ function Text(props: {
         value={text}
         onChange={(event) => setText(event.currentTarget.value)}
       />
-      {submit.error && <Failure error={submit.error} />}
+      {error && <Failure error={error} />}
+      {controls && <div className="row">{controls}</div>}
       <p>
-        <Button type="submit" disabled={submit.isPending}>
+        <Button type="submit" disabled={isPending}>
           Submit
         </Button>
         {text !== initial && (

@@ -44,7 +44,8 @@ function Begun({ session }: { session: Session }) {
   const navigate = newStudyRoute.useNavigate()
   const { from, finetune } = search
   const example = EXAMPLES.find(({ name }) => name === search.example)?.name
-  const [begun, setBegun, forgetBegun] = useDraft('mergekit file', '') // outlasts a reload, as the edited text does
+  // Outlasts a reload, as the edited text does; another beginning, such as a clone, does not have it.
+  const [begun, setBegun, forgetBegun] = useDraft(`mergekit file ${from} ${finetune} ${example}`, '')
   const merge = useMemo(() => (begun === '' ? undefined : (JSON.parse(begun) as BegunStudy)), [begun])
   const name = merge ? `mergekit ${merge.number}` : `${from} ${finetune} ${example}`
   const schemas = useQuery(schemasQuery)

@@ -62,7 +62,10 @@ export function StudyList() {
           const found = (await api.GET('/v1/studies', { params: { query: jobQuery(search) }, signal })).data!
           return { jobs: found.studies, total: found.total }
         }}
-        withProgress={(study, progress) => ({ ...study, progress: progress as unknown as StudyProgress })}
+        withProgress={(study, told) => {
+          const progress = told as unknown as StudyProgress
+          return { ...study, progress, trials: progress.trials ?? study.trials }
+        }}
         link={({ id, name }) => (
           <Link to="/studies/$id" params={{ id }}>
             {name}

@@ -1,7 +1,7 @@
 import { Button } from '@mantine/core'
 import { keepPreviousData, useQuery } from '@tanstack/react-query'
 import { useCallback, useMemo } from 'react'
-import { api } from '../../api/client'
+import { BASE, api } from '../../api/client'
 import type { components } from '../../api/schema'
 import { escaped } from '../../charts/escaped'
 import { EChart } from '../../charts/EChart'
@@ -40,13 +40,13 @@ export function Timeline() {
     },
     placeholderData: keepPreviousData,
   })
-  const dashboard = study.job?.dashboard_url
+  const dashboard = study.job?.dashboard_url // without the prefix that a proxy has removed
   return (
     <>
       <h2>Timeline</h2>
       {dashboard != null && (
         <p>
-          <a href={dashboard}>The study&apos;s job in the Ray dashboard</a>
+          <a href={BASE + dashboard.slice(dashboard.indexOf('/ray/'))}>The study&apos;s job in the Ray dashboard</a>
         </p>
       )}
       <Answer of={timeline}>

@@ -2,12 +2,11 @@ import { Button } from '@mantine/core'
 import { useDebouncedValue } from '@mantine/hooks'
 import { keepPreviousData, useMutation, useQuery, useQueryClient } from '@tanstack/react-query'
 import { useNavigate } from '@tanstack/react-router'
-import { useMemo, useRef, useState } from 'react'
+import { useMemo, useRef } from 'react'
 import { api, Refused } from '../../../api/client'
-import { teamsOf } from '../../../api/rights'
 import type { Check, FieldProblem, Session } from '../../../api/types'
 import { Failure } from '../../../parts/Answer'
-import { Choose } from '../../../parts/Choose'
+import { type Ownership, useOwnership } from '../../../parts/Ownership'
 import { idOf } from './Field'
 import { ModelsOffered } from './ModelField'
 import { Plan } from './Plan'
@@ -20,12 +19,6 @@ import { parsed, pathOf, rangeOf } from './yamlText'
 
 const CHECK_AFTER_MS = 400
 const HEADERS = { 'Content-Type': 'application/yaml' }
-const SHARING = [
-  { value: 'team', label: 'its team may read it' },
-  { value: 'private', label: 'only its owner may read it' },
-  { value: 'all', label: 'all users may read it' },
-] as const
-type Sharing = (typeof SHARING)[number]['value']
 
 /** Sends a text as the body of a request; the API's types have the body as JSON only. */
 const asText = (text: string) => ({ body: text as never, bodySerializer: (body: unknown) => body as string })
@@ -72,8 +65,7 @@ export function StudyEditor(props: {
     forget()
     onSubmitted()
   })
-  const [team, setTeam] = useState(teamsOf(session)[0])
-  const [sharing, setSharing] = useState<Sharing>('team')
+  const { ownership, controls } = useOwnership(session)
   const { content, error } = useMemo(() => parsed(text), [text])
 
   const ofFull = full.data?.content === text ? full.data.check.problems : []
@@ -150,23 +142,8 @@ export function StudyEditor(props: {
         <section aria-labelledby="submit">
           <h2 id="submit">Submit</h2>
           <div className="row">
-            {session.user !== null && (
-              <>
-                {teamsOf(session).length > 1 && (
-                  <Choose label="Team" options={teamsOf(session)} value={team} onChange={setTeam} />
-                )}
-                <Choose
-                  label="Sharing"
-                  options={SHARING}
-                  value={sharing}
-                  onChange={(chosen) => setSharing(chosen as Sharing)}
-                />
-              </>
-            )}
-            <Button
-              loading={submit.isPending}
-              onClick={() => submit.send({ content: text, ...(session.user && { team, sharing }) })}
-            >
+            {controls}
+            <Button loading={submit.isPending} onClick={() => submit.send({ content: text, ...ownership })}>
               Submit
             </Button>
           </div>
@@ -177,10 +154,8 @@ export function StudyEditor(props: {
   )
 }
 
-interface Sent {
+interface Sent extends Ownership {
   content: string
-  team?: string
-  sharing?: Sharing
 }
 
 /** Submits a study: once for each content, however often it is asked to, and goes to the study. */
