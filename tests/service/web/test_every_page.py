@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any, Literal
 from urllib.parse import urljoin
@@ -122,12 +123,16 @@ def below(
 def test_below_a_prefix(browser: Browser, below: ApiServer) -> None:
     """Below a proxy's path prefix, every request and every link has the prefix."""
     study = finished_study(below.store)
+    below.store.record_submission(study.id, 1)
     with visit(browser, below.url) as opened:
         page = opened.goto(f"{PREFIX}/studies/{study.id}")
         page.get_by_test_id("picked").wait_for()
         page.get_by_role("link", name="Trials", exact=True).click()
         expect(page.get_by_role("region", name="Trials").get_by_role("row").nth(1)).to_be_visible()
         assert page.url == f"{below.url}{PREFIX}/studies/{study.id}/trials"
+        page.get_by_role("link", name="Timeline", exact=True).click()
+        link = page.get_by_role("link", name="The study's job in the Ray dashboard")
+        expect(link).to_have_attribute("href", re.compile(f"^{PREFIX}/ray/#/jobs/"))
         assert [path for path in opened.requests if not path.startswith(f"{PREFIX}/")] == []
 
 

@@ -46,7 +46,7 @@ export function Timeline() {
       <h2>Timeline</h2>
       {dashboard != null && (
         <p>
-          <a href={BASE + dashboard.slice(dashboard.indexOf('/ray/'))}>The study&apos;s job in the Ray dashboard</a>
+          <a href={BASE + dashboard.slice(dashboard.indexOf('/ray/#/'))}>The study&apos;s job in the Ray dashboard</a>
         </p>
       )}
       <Answer of={timeline}>
