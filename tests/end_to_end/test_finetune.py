@@ -35,7 +35,7 @@ from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.trainer import train
 
 STEPS = 80
-WAIT_S = 300.0
+WAIT_S = 450.0
 
 # Gradients are summed in another order, which AdamW's division enlarges over the steps.
 TOLERANCE = 2e-3

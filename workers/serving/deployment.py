@@ -191,7 +191,7 @@ def deploy_scorer(
             raise EngineUnavailable(f"{name}: not ready within {start_timeout_s:.0f} s: {failure_reason(name)}")
         if not answered(functools.partial(is_deployed, name), deadline=deadline):
             raise EngineUnavailable(failure_reason(name))
-        time.sleep(0.2)
+        time.sleep(0.5)  # Serve's controller works for each question, and starts replicas meanwhile
     return ServeScorer(name, deadline_s=max(ServeScorer.deadline_s, time_limits.start_s))
 
 
