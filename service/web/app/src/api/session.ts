@@ -36,14 +36,15 @@ export function useSession(): Session & Rights {
 }
 
 /**
- * Ends the session, if it has not ended before. The page is loaded anew, so that nothing of the user stays in it. Throws
- * if the server refuses, as after another login in another tab.
+ * Ends the session, if it has not ended before. The page is loaded anew, so that nothing of the user stays in it; if the
+ * server refuses, as after another login in another tab, it shows the present session.
  */
 export async function logOut(): Promise<void> {
   try {
     await api.POST('/v1/logout')
   } catch (error) {
-    if (!(error instanceof Refused && error.problem.status === 401)) throw error
+    if (!(error instanceof Refused)) throw error
+    if (error.problem.status !== 401) return location.reload()
   }
   sessionStorage.clear() // texts that were not submitted
   location.assign(`${BASE}/login`)

@@ -1,5 +1,5 @@
 import { ActionIcon, useComputedColorScheme, useMantineColorScheme } from '@mantine/core'
-import { useMutation, useQuery, useQueryClient } from '@tanstack/react-query'
+import { useQuery, useQueryClient } from '@tanstack/react-query'
 import { Link, Navigate, useLocation, useMatches } from '@tanstack/react-router'
 import { type ReactNode, useEffect, useRef, useState } from 'react'
 import { BASE, api } from '../api/client'
@@ -8,7 +8,7 @@ import { session as sessionQuery } from '../api/queries'
 import { logOut, rightsOf } from '../api/session'
 import type { Session } from '../api/types'
 import { duration } from '../format'
-import { Answer, Failure } from './Answer'
+import { Answer } from './Answer'
 
 /**
  * What surrounds every page: the link past the navigation, the navigation, the user, whether the server answers, and
@@ -76,7 +76,6 @@ function UserMenu({ session: { user, expires_at } }: { session: Session }) {
   const menu = useRef<HTMLDetailsElement>(null)
   const { href } = useLocation()
   useEffect(() => menu.current?.removeAttribute('open'), [href])
-  const out = useMutation({ mutationFn: logOut })
   if (user === null) return <Link to="/settings">Settings</Link>
   const teams = Object.entries(user.teams)
   return (
@@ -108,11 +107,10 @@ function UserMenu({ session: { user, expires_at } }: { session: Session }) {
         )}
         <Link to="/settings">Settings</Link>
         {expires_at !== null && (
-          <button type="button" className="link" onClick={() => out.mutate()}>
+          <button type="button" className="link" onClick={logOut}>
             Log out
           </button>
         )}
-        {out.error && <Failure error={out.error} />}
       </div>
     </details>
   )
