@@ -34,7 +34,7 @@ from workers.training.finetuning.history import METRICS, read_history
 from workers.training.finetuning.result import TRAINING_FILE
 from workers.training.finetuning.trainer import train
 
-STEPS = 80
+STEPS = 60
 WAIT_S = 450.0
 
 # Gradients are summed in another order, which AdamW's division enlarges over the steps.
