@@ -123,7 +123,7 @@ def test_bodies_have_the_limits_of_studies(http: httpx.Client) -> None:
 
 
 def test_data_of_the_head_alone_is_not_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where the workers of trainings cannot write to the server's data directory, fine-tunings are refused."""
+    """A server refuses fine-tunings if their workers cannot write to its data directory."""
     monkeypatch.setenv(LOCAL_DATA, "1")
     with pytest.raises(InvalidStudy, match=r"their workers write to .* only the head of Ray has; .*data\.workers"):
         accept(finetuning(), RequestContext())
@@ -179,7 +179,7 @@ def test_check_keeps_to_allowed_directories(tmp_path: Path) -> None:
 
 
 def test_evaluations_are_checked(tmp_path: Path) -> None:
-    """What an evaluation during the training would refuse is refused with its field before anything is trained."""
+    """Tasks that an evaluation during the training would refuse are refused, with their field, before the training."""
     base, data = tiny_llama(tmp_path / "base"), tmp_path / "data.jsonl"
     data.write_text(json.dumps({"prompt": "1=", "completion": "1", "answer": "1"}) + "\n")
 

@@ -286,7 +286,7 @@ def test_dead_replica_leaves_the_others_in_service(ray_cluster: None, tied_famil
 
 
 def test_failing_replacement_ends_the_wait(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
-    """A driver that waits for the replacement of the only replica is told as soon as the replacement fails."""
+    """A driver stops waiting for the replacement of the only replica as soon as the replacement fails."""
     from ray import serve
 
     (tmp_path / "done").touch()

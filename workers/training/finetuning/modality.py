@@ -81,7 +81,7 @@ class ModelScorer(Protocol):
 
 
 class EvaluationCheck(NamedTuple):
-    """What was found in the evaluation tasks of a fine-tuning before the training.
+    """Findings of the check of a fine-tuning's evaluation tasks, before the training.
 
     `problems` have the places of options in the specification of the expert. `notes` are messages for the user about
     tasks that can be scored.

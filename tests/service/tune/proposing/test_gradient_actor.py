@@ -145,7 +145,7 @@ def test_gpus_read_pinned_memory_that_engines_share(
 def test_memory_that_a_killed_engine_left_is_free(
     tied_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed engine of another family left in shared memory is removed before the actor looks for room."""
+    """The actor removes files of a killed engine of another family from shared memory, then looks for room."""
     left = tmp_path / f"mergesearch-{os.getuid()}" / "others"
     left.mkdir(parents=True)
     (left / "users").touch()

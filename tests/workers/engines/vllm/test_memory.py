@@ -316,7 +316,7 @@ def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monke
 def test_memory_that_a_killed_engine_left_is_free(
     name: str, placement: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What a killed engine of another family left in shared memory is removed before the next engine is planned."""
+    """Files of a killed engine of another family in shared memory are removed before the next engine is planned."""
     left = tmp_path / f"mergesearch-{os.getuid()}" / name
     left.mkdir(parents=True)
     (left / "users").touch()
