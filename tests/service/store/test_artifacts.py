@@ -5,6 +5,9 @@ Stored artifacts come back unchanged or are refused, equal files are stored once
 
 from __future__ import annotations
 
+import errno
+import fcntl
+import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -18,7 +21,7 @@ from service.resolved_study import ResolvedStudy
 from service.store import Store
 from service.store import artifacts as artifacts_module
 from service.store.artifacts import ArtifactStore
-from service.store.blobs import BLOBS, GRACE_S, open_blobs
+from service.store.blobs import BLOBS, GRACE_S, DirectoryBlobs, open_blobs
 from service.types import ArtifactRecord, JobState
 from tests.s3_server import S3, failing
 from workers.object_store import ObjectStore, ObjectStoreError
@@ -295,3 +298,20 @@ def test_a_source_counts_for_the_team_of_the_study_that_has_it(store: Store, pla
         artifacts.put(trained, name, tmp_path / "expert")
     assert artifacts.num_bytes_of_team("green", named_by_users={"finetune"}) == 5
     assert artifacts.num_bytes_of_team("green") == 0
+
+
+def test_files_are_stored_on_nfs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """NFSv4 refuses a shared lock on a file that is not open for reading, and an exclusive one without writing."""
+    flock = fcntl.flock
+
+    def of_nfs(file: Any, operation: int) -> None:
+        mode = fcntl.fcntl(file, fcntl.F_GETFL) & os.O_ACCMODE
+        if mode == (os.O_WRONLY if operation & fcntl.LOCK_SH else os.O_RDONLY):
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF))
+        flock(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", of_nfs)
+    blobs = DirectoryBlobs(tmp_path)
+    with blobs.storing():
+        blobs.add_bytes(b"content")
+    assert blobs.collect(set) == len(b"content")
