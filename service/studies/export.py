@@ -17,6 +17,7 @@ from service.disk import lack_of_space
 from service.errors import Conflict, NotFound
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
+from workers.alignments.recipes import unaligned
 from workers.models.family import resolve_family
 
 if TYPE_CHECKING:
@@ -118,7 +119,6 @@ def model_bytes(recipe: Recipe, bank: Bank, out: Path, *, dtype: str, chat_templ
     """
     import torch
 
-    from workers.alignments.recipes import unaligned
     from workers.export.checkpoint import is_written, left_behind_bytes
     from workers.merging.plan import merged_names
 

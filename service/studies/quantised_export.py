@@ -19,20 +19,23 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from search_spaces.objectives import Objective
+from search_spaces.study.file import Study
 from service.disk import gib
 from service.errors import Conflict
 from service.resolved_study import ResolvedStudy
 from service.results.holdout import sample_bounds
 from service.results.statistics import estimate, paired_difference
 from service.studies.export import chosen_trial, export_trial
+from service.studies.preflight.files import check_files
+from service.studies.preflight.models import with_revisions
 from service.types import Estimate
 from workers.directories import scratch
+from workers.engines.vllm.checkpoint_engine import scores_of
 from workers.errors import InvalidModel
 from workers.models.family import resolve_family
 from workers.types import SampleResult, Span, Split
 
 if TYPE_CHECKING:
-    from search_spaces.study.file import Study
     from service.store import Store
     from service.types import JobRecord
     from workers.export.quantised import Quantised
@@ -80,10 +83,6 @@ def export_quantised(
         InvalidModel: The model cannot be quantised, or vLLM has no models of its modality.
         EngineUnavailable: vLLM cannot score the model. The model is then written without scores.
     """
-    from search_spaces.study.file import Study
-    from service.studies.preflight.files import check_files
-    from service.studies.preflight.models import with_revisions
-    from workers.engines.vllm.checkpoint_engine import scores_of
     from workers.export.quantised import check_quantisable, quantise
 
     out = out.resolve()

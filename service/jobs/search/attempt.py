@@ -57,6 +57,7 @@ from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, SearchSetting
 from service.tune.searchers.descents import descents_of, num_steps_for
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialResult, TrialState
+from workers.alignments.files import is_stored, store_alignment
 from workers.errors import EngineFault, EngineUnavailable, EvidenceMismatch, InvalidModel, InvalidTask
 from workers.models.modalities import modality_of_task
 from workers.serving.watchdog import TimeLimits
@@ -143,8 +144,6 @@ def _restore(artifacts: ArtifactStore, directory: Path, names: Iterable[str]) ->
     An alignment is a learned map between two layers. Its file may be missing in `directory` because an earlier driver,
     on another machine, learned it. Names without a file in `artifacts` are skipped.
     """
-    from workers.alignments.files import is_stored, store_alignment
-
     for name in {*names}:
         if not is_stored(directory, name):
             with suppress(FileNotFoundError):
