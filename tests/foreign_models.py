@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from transformers import AutoModelForCausalLM
 
-from workers.export.expansion import expand
+from workers.export.expansion.files import expand
 from workers.models.tokenizers import TOKENIZER_FILES
 
 __all__ = ["foreign_model", "loaded"]

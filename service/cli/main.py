@@ -523,7 +523,8 @@ def _parser() -> argparse.ArgumentParser:
     )
 
     text = (
-        "Expand models of different widths and depths to one shape, for layer paths; what they compute stays the same."
+        "Expand models of different widths, depths and kinds to one form, for layer paths; what they compute stays the "
+        "same."
     )
     command = verb("expand", verbs.expand, text)
     command.add_argument(
@@ -533,7 +534,13 @@ def _parser() -> argparse.ArgumentParser:
         help="model of the hub or directory; ALIAS is the name of its folder",
     )
     command.add_argument("--out", type=Path, metavar="DIR", required=True, help="directory of the models' folders")
-    command.add_argument("--check", action="store_true", help="check the models, print the common shape, write nothing")
+    command.add_argument("--check", action="store_true", help="check the models, print the common form, write nothing")
+    command.add_argument(
+        "--tokens-of",
+        metavar="ALIAS",
+        help="give all models the tokens of this one, for models with different tokenizers; it changes what the others "
+        "compute",
+    )
 
     text = "Begin a study file that searches for better merges than that of a mergekit configuration."
     command = verb("begin", verbs.begin, text)

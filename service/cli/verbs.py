@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from service.cli.remote import ServerVerbs
     from service.results.record import RunRecord
     from service.schemas.files import PreferredDocument
+    from workers.export.expansion.form import Form
 
 __all__ = [
     "back_up",
@@ -638,8 +639,8 @@ def merge(options: argparse.Namespace) -> int:
 
 
 def expand(options: argparse.Namespace) -> int:
-    from workers.export.expansion import common_shape
-    from workers.export.expansion import expand as expand_models
+    from workers.export.expansion.files import expand as expand_models
+    from workers.export.expansion.form import common_form
     from workers.models.checkpoints import open_checkpoint
 
     models = _by_alias(options.models, option="MODEL")
@@ -647,21 +648,36 @@ def expand(options: argparse.Namespace) -> int:
         if re.fullmatch(FOLDER, alias) is None:
             raise InvalidRecipe(f"MODEL {alias!r}: an alias is the name of a folder, and matches {FOLDER}")
     if options.check:
-        shape = common_shape({alias: open_checkpoint(directory) for alias, directory in models.items()})
-        print_json({"shape": asdict(shape)}) if options.json else print(f"common shape: {shape}")
+        opened = {alias: open_checkpoint(directory) for alias, directory in models.items()}
+        form = common_form(opened, tokens_of=options.tokens_of)
+        print_json(_form_document(form)) if options.json else print(_described_form(form))
         return 0
     try:
         with ExportView() as view:
-            found = expand_models(models, options.out, progress=view.update, note=partial(print, file=sys.stderr))
+            found = expand_models(
+                models,
+                options.out,
+                tokens_of=options.tokens_of,
+                progress=view.update,
+                note=partial(print, file=sys.stderr),
+            )
     except FileExistsError as error:
         raise Conflict(str(error)) from error
     if options.json:
-        print_json({"shape": asdict(found.shape), "directories": {a: str(d) for a, d in found.directories.items()}})
+        print_json(_form_document(found.form) | {"directories": {a: str(d) for a, d in found.directories.items()}})
         return 0
-    print(f"common shape: {found.shape}")
+    print(_described_form(found.form))
     for alias, directory in found.directories.items():
         print(f"{alias}: {directory}")
     return 0
+
+
+def _described_form(form: Form) -> str:
+    return f"common form: {form}"
+
+
+def _form_document(form: Form) -> dict[str, Any]:
+    return {"model_type": form.kind, "rotary_type": form.rotary.kind, "shape": asdict(form.shape)}
 
 
 def begin(options: argparse.Namespace) -> int:

@@ -25,7 +25,7 @@ import numpy as np
 from tests.benchmarks.arms import kept
 from tests.benchmarks.code_digests import statements_of
 from tests.foreign_models import foreign_model
-from workers.export.expansion import expand
+from workers.export.expansion.files import expand
 from workers.tiny_family import family_dir
 
 BENCHMARK = "hm3_widths"
@@ -41,7 +41,7 @@ ROWS: Mapping[str, tuple[str, str]] = {
     "`alignment: moments`": ("wide", "moments"),
     "`alignment: none`": ("wide", "none"),
 }
-CODE = ("workers/alignments/fitting.py", "workers/export/expansion.py", "tests/foreign_models.py")
+CODE = ("workers/alignments/fitting.py", "workers/export/expansion/expanded_model.py", "tests/foreign_models.py")
 
 
 def run() -> dict[str, Any]:

@@ -21,8 +21,8 @@ def models(tmp_path: Path) -> list[str]:
 
 
 SHAPE = (
-    "common shape: 3 layers of 64 channels, 2 query heads and 2 key-value heads of 32, MLPs of 128 channels, "
-    "128 tokens, output head tied to the embedding"
+    "common form: llama with 3 layers of 64 channels, 2 query heads and 2 key-value heads of 32, MLPs of 128 channels, "
+    "128 tokens, output head tied to the embedding, rotary embedding of the type default"
 )
 
 
@@ -43,13 +43,12 @@ def test_expand_says_where_the_models_are(place: Workplace, models: list[str], t
 def test_expand_refuses_what_it_cannot_expand(place: Workplace, models: list[str]) -> None:
     out = place.directory / "models"
     assert (
-        place.refused("expand", models[0], "--out", out)
-        == "1 model; give at least two, which are expanded to one shape"
+        place.refused("expand", models[0], "--out", out) == "1 model; give at least two, which are expanded to one form"
     )
     assert place.refused("expand", *models, "small=x", "--out", out).startswith("MODEL 'small=x': small is given twice")
     for alias in ("a/b", "..", ".hidden"):
         assert "is the name of a folder" in place.refused("expand", f"{alias}=x", models[0], "--out", out)
     (out / "small").mkdir(parents=True)
     (out / "small" / "notes.txt").write_text("mine")
-    assert "exists and is not this model, expanded to this shape" in place.refused("expand", *models, "--out", out)
+    assert "exists and is not this model, expanded to this form" in place.refused("expand", *models, "--out", out)
     assert (out / "small" / "notes.txt").read_text() == "mine"

@@ -14,7 +14,7 @@ from workers.alignments.activations import Activations, read_activations
 from workers.alignments.fitting import fit_alignment
 from workers.alignments.hooks import add_alignments
 from workers.alignments.recipes import PlacedAlignment
-from workers.export.expansion import expand
+from workers.export.expansion.files import expand
 from workers.models.tokenizers import load_tokenizer
 from workers.tiny_family import family_dir
 
@@ -28,7 +28,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Any]:
     expert = family_dir() / "experts" / "text"
     foreign = foreign_model(expert, directory, width=WIDTH)
     found = expand({"text": expert, "foreign": foreign}, directory / "out")
-    assert found.shape.hidden == WIDTH
+    assert found.form.shape.hidden == WIDTH
     return tuple(loaded(found.directories[name]) for name in ("text", "foreign"))
 
 
