@@ -192,10 +192,15 @@ def overview(url: str) -> Flow[str]:
     return views.overview(url, found)
 
 
-def _known(kind: JobKind, *, sort: str | None = None, limit: int | None = None) -> Flow[list[JobDocument]]:
-    """List the jobs of a kind; the result is empty if the server's version does not know this kind of job."""
+def _known(
+    kind: JobKind, *, text: str | None = None, sort: str | None = None, limit: int | None = None
+) -> Flow[list[JobDocument]]:
+    """List the jobs of a kind; the result is empty if the server's version does not know this kind of job.
+
+    The arguments are those of `jobs`.
+    """
     try:
-        return (yield from jobs(kind.name, sort=sort, limit=limit))
+        return (yield from jobs(kind.name, text=text, sort=sort, limit=limit))
     except RequestRefused as error:
         if error.status != 404:
             raise
@@ -220,16 +225,17 @@ def find(reference: str) -> Flow[JobDocument]:
         >>> client.find("math-text-lookup")
     """
     known: list[JobDocument] = []
-    for kind in KINDS.values():
-        known += yield from _known(kind)
+    if text := reference.encode(errors="replace").decode():
+        for kind in KINDS.values():
+            known += yield from _known(kind, text=text)  # those whose id or name may match
     matches = [found for found in known if found["id"] == reference]
     matches = matches or [found for found in known if found["name"] == reference]
-    matches = matches or [found for found in known if reference and found["id"].startswith(reference)]
+    matches = matches or [found for found in known if found["id"].startswith(reference)]
     if len(matches) > 1:
         ids = ", ".join(f"{found['id']} ({found['name']}, {found['state']})" for found in matches)
         raise Conflict(f"job {reference!r}: {len(matches)} jobs match, give a longer id: {ids}")
     if not matches:
-        raise NotFound(f"job {reference!r}: the server has no job of that id or name; it has {len(known)}")
+        raise NotFound(f"job {reference!r}: the server has no job of that id or name")
     return matches[0]
 
 

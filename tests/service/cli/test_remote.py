@@ -95,7 +95,7 @@ def test_a_server_without_studies_says_so(terminal: ServerTerminal, tmp_path: Pa
         assert (code, out.splitlines()[0].strip()) == (0, "Studies")
         assert terminal.run("studies", "--server", server.url, "--json")[1] == "[]\n"
         code, _, err = terminal.run("show", "abc", "--server", server.url)
-    assert (code, err) == (2, "mergesearch: job 'abc': the server has no job of that id or name; it has 0\n")
+    assert (code, err) == (2, "mergesearch: job 'abc': the server has no job of that id or name\n")
 
 
 def test_show_tells_all_of_a_study(site: Site, finished: str, terminal: ServerTerminal) -> None:

@@ -25,6 +25,7 @@ from service.client import (
     RequestRefused,
     ServerUnreachable,
     flows,
+    job_flows,
 )
 from service.errors import Conflict, NotFound
 from service.results.documents import pareto, trial_document
@@ -150,9 +151,24 @@ def test_a_study_is_found_by_id_beginning_and_name(site: Site, ask: Asker) -> No
     with pytest.raises(Conflict, match=rf"job '{name}': 2 jobs match, .*{study} .*{other} "):
         ask("find", name)
     assert ask("find", other)["id"] == other
-    for reference in ("nobody", "", "F"):
-        with pytest.raises(NotFound, match=f"job '{reference}': the server has no job of that id or name; it has "):
+    for reference in ("nobody", "", "F", "%", "\udcff", "x" * 3000):
+        with pytest.raises(NotFound, match="the server has no job of that id or name"):
             ask("find", reference)
+
+
+def test_other_jobs_are_not_downloaded_to_find_one(site: Site, ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    downloaded: list[Any] = []
+    own = job_flows.jobs
+
+    def jobs(*arguments: Any, **named: Any) -> Any:
+        found = yield from own(*arguments, **named)
+        downloaded.extend(found)
+        return found
+
+    monkeypatch.setattr(job_flows, "jobs", jobs)
+    studies = [site.create(site.new_name()) for _ in range(2)]
+    assert ask("find", studies[1][:12])["id"] == studies[1]
+    assert [found["id"] for found in downloaded] == [studies[1]]
 
 
 def test_a_study_is_paused_edited_cloned_and_stopped(site: Site, ask: Asker) -> None:
