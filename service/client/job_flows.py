@@ -42,6 +42,8 @@ __all__ = [
 
 # Jobs of each kind in the display of a client.
 NUM_NEWEST = 10
+# Characters of a text by which the server lists jobs.
+LONGEST_TEXT = 200
 
 
 def submit_job(
@@ -227,7 +229,7 @@ def find(reference: str) -> Flow[JobDocument]:
     known: list[JobDocument] = []
     if text := reference.encode(errors="replace").decode():
         for kind in KINDS.values():
-            known += yield from _known(kind, text=text)  # those whose id or name may match
+            known += yield from _known(kind, text=text[:LONGEST_TEXT])  # those whose id or name may match
     matches = [found for found in known if found["id"] == reference]
     matches = matches or [found for found in known if found["name"] == reference]
     matches = matches or [found for found in known if found["id"].startswith(reference)]
