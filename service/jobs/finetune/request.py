@@ -25,9 +25,10 @@ from service.types import JobRecord
 from workers.errors import InvalidModel, InvalidTask
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
+from workers.models.modalities import modality_at, modality_of_task
 from workers.models.remote import locate
 from workers.training.finetuning.fleet import STUDY, Pipeline, parse_pipeline, repeated_objectives
-from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec
+from workers.training.finetuning.spec import BASE_HEAD, NEW_HEAD, FinetuneSpec, task_of
 
 __all__ = [
     "LOCAL_DATA",
@@ -37,6 +38,7 @@ __all__ = [
     "check_finetune_files",
     "check_server_paths",
     "examine_finetune",
+    "foreign_tasks",
     "template_problems",
 ]
 
@@ -116,6 +118,7 @@ def examine_finetune(pipeline: Pipeline, *, access: FileAccess | None = None) ->
             own += [Problem("base", text) for text in error.problems]
         except InvalidTask as error:
             own.append(Problem("data", str(error)))
+        own += () if own else foreign_tasks(spec)
         own += check_evaluation(spec, access=access, reads_base=not own).problems
         problems += [Problem(pipeline.field_of(alias, problem.field), problem.message) for problem in own]
     if pipeline.analysis is not None and not problems:
@@ -195,6 +198,18 @@ def _files(spec: FinetuneSpec, *, folders: bool = True) -> Iterator[tuple[str, s
                 yield f"{place}.{objective.task.place_key}", objective.task.place
         elif objective.task.endswith(PATH_SUFFIXES):
             yield place, objective.task
+
+
+def foreign_tasks(spec: FinetuneSpec) -> Iterator[Problem]:
+    """Yield a problem for each evaluation task of `spec` whose data the base model cannot read, such as images."""
+    reads = modality_at(locate(spec.base))
+    for index, objective in enumerate(spec.evaluation.objectives if spec.evaluation is not None else ()):
+        modality = modality_of_task(task_of(objective, seed=spec.seed).task)
+        if modality is not reads:
+            yield Problem(
+                f"evaluation.objectives.{index}.task",
+                f"is a task of {modality.name}; the base {spec.base} is a model of {reads.name}",
+            )
 
 
 def _models(spec: FinetuneSpec) -> Iterator[tuple[str, str]]:

@@ -25,6 +25,7 @@ from service.jobs.finetune.directory import (
 from service.jobs.finetune.earlier_versions import read_spec, with_stored_defaults, written_as
 from service.jobs.finetune.gpu_memory import check_gpu_memory, largest_gpu_bytes
 from service.jobs.finetune.ray_train import num_side_by_side, trains_on_gpus
+from service.jobs.finetune.request import foreign_tasks
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.file_access import FileAccess
 from workers.models.checkpoints import open_checkpoint
@@ -253,6 +254,8 @@ def _check(spec: FinetuneSpec, access: FileAccess | None) -> tuple[str, ...]:
     """
     from workers.training.finetuning.trainer import check
 
+    if problems := [*foreign_tasks(spec)]:
+        raise InvalidTask("\n".join(f"{spec.name}: {problem.field}: {problem.message}" for problem in problems))
     return check(spec, access=access)
 
 

@@ -21,6 +21,7 @@ from service.errors import StaleAttempt
 from service.jobs.base import RequestContext
 from service.jobs.finetune.request import LOCAL_DATA, accept
 from service.jobs.finetune.study import collect_sources
+from service.jobs.finetune.training import run_finetune
 from service.store.artifacts import ArtifactStore
 from service.store.blobs import BLOBS, open_blobs
 from service.studies.chains import SOURCES
@@ -36,7 +37,9 @@ from tests.service.api.harness import (
     stored_study,
 )
 from tests.vision import CLASSES, image_folder, tiny_vit
+from workers.errors import InvalidTask
 from workers.file_access import FileAccess
+from workers.training.finetuning.spec import parse_spec
 
 
 def test_a_fleet_is_created_and_found_where_its_location_says(http: httpx.Client, server: ApiServer) -> None:
@@ -215,6 +218,31 @@ def test_evaluations_are_checked(tmp_path: Path) -> None:
     found = problems(task, {"name": "sampled", "task": str(tmp_path / "sampled.yaml"), "metric": "exact_match"})
     assert list(found) == ["evaluation.objectives.1.task"]
     assert "samples completions at the temperature 0.8" in found["evaluation.objectives.1.task"]
+
+
+def test_tasks_that_the_base_cannot_read_are_refused(tmp_path: Path) -> None:
+    """A text task for a classifier of images passed all checks; training for it would fail at its first evaluation."""
+    tiny_vit(tmp_path / "base")
+    folder = image_folder(tmp_path / "images", per_class=1)
+    (tmp_path / "sums.jsonl").write_text(json.dumps({"prompt": "1+1=", "answer": "2"}) + "\n")
+    document = {
+        "name": "one",
+        "base": str(tmp_path / "base"),
+        "data": {"images": str(folder)},
+        "training": {"steps": 1},
+        "evaluation": {
+            "objectives": [
+                {"name": "shapes", "task": {"images": str(folder), "head": "one"}, "metric": "acc"},
+                {"name": "sums", "task": {"file": str(tmp_path / "sums.jsonl")}, "metric": "exact_match"},
+            ]
+        },
+    }
+    with pytest.raises(InvalidStudy) as refused:
+        accept(document, RequestContext(None))
+    assert [problem.field for problem in refused.value.problems] == ["evaluation.objectives.1.task"]
+    assert "is a task of text; the base" in str(refused.value)
+    with pytest.raises(InvalidTask, match=r"one: evaluation\.objectives\.1\.task: is a task of text"):
+        run_finetune(parse_spec(document, tmp_path), tmp_path / "out", resources=None)  # type: ignore[arg-type]
 
 
 def test_image_data_are_checked(tmp_path: Path) -> None:
