@@ -386,7 +386,8 @@ def _tests(
 ) -> tuple[BenchmarkTest, ...]:
     """Compare all merges with the best source model and the best published recipe.
 
-    There is a test for each benchmark, and for the average of each group of several benchmarks.
+    There is a test for each benchmark, and for the average of each group of several benchmarks. Trials that a user has
+    marked as invalid are left out.
 
     Args:
         trials: Trials, keyed by number.
@@ -395,6 +396,7 @@ def _tests(
         bounds: Lowest and highest value that a sample of a benchmark can have, keyed by benchmark; benchmarks without
             known bounds are left out.
     """
+    scored = {number: samples for number, samples in scored.items() if trials[number].invalid is None}
     merges = [number for number in scored if _is_merge(trials[number].origin)]
     objectives = {column.facts.name: column.facts.objective for column in columns}
     data = {column.facts.name: column.data or column.facts.name for column in columns}

@@ -109,20 +109,23 @@ def violations(
     return {c.text: excess for c, excess in excesses(values, objectives, reference).items() if excess > 0}
 
 
-def constraint_documents(objectives: Sequence[Objective], trials: Sequence[TrialResult]) -> list[ConstraintDocument]:
+def constraint_documents(
+    objectives: Sequence[Objective], trials: Sequence[TrialResult], sources: Sequence[TrialResult]
+) -> list[ConstraintDocument]:
     """Describe each constraint as JSON, with its bound and the number of trials that satisfy it.
 
     Args:
         objectives: Objectives with their constraints.
         trials: Trials that were scored on all samples of the search.
+        sources: Scored trials of the source models, to which bounds may be relative, also those marked as invalid.
     """
     documents: list[ConstraintDocument] = []
     for objective in objectives:
         for constraint in objective.constraints:
-            source = reference_of(constraint, objective, trials)
+            source = reference_of(constraint, objective, sources)
             is_known = constraint.reference is None or source is not None
             bound = constraint.offset + (0.0 if source is None else source.values[objective.name])
-            kept = [t for t in trials if constraint.text not in violations(t.values, [objective], trials)]
+            kept = [t for t in trials if constraint.text not in violations(t.values, [objective], sources)]
             documents.append(
                 {
                     "constraint": constraint.text,

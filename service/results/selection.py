@@ -263,8 +263,8 @@ def held_out(trials: Iterable[Trial], objectives: Sequence[Objective]) -> tuple[
     The selected trials are the finalists (the best trials of the Pareto front in `objectives`), every baseline, and the
     trial of every merge that the user gave.
     """
-    complete = full_budget_trials(trials)
-    return compared_with(finalists(complete, objectives), complete)
+    trials = tuple(trials)  # with those marked as invalid: bounds of constraints may be relative to their values
+    return compared_with(finalists(trials, objectives), trials)
 
 
 def chosen_trials(

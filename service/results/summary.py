@@ -89,7 +89,7 @@ def summary(run: RunRecord) -> SummaryDocument:
             "violations": violations(best.values, run.objectives, run.sources),
         },
         "selection": {"best": rules.best, "promotion": rules.promotion, "difference": rules.difference},
-        "constraints": constraint_documents(run.objectives, full_budget_trials(run.trials)),
+        "constraints": constraint_documents(run.objectives, full_budget_trials(run.trials), _scored_sources(run)),
         "finding": _finding_document(run, best),
         "holdout": holdout_documents(run),
         "holdout_reference": run.holdout_reference,
@@ -114,6 +114,10 @@ def summary(run: RunRecord) -> SummaryDocument:
             for warning in run.warnings
         ],
     }
+
+
+def _scored_sources(run: RunRecord) -> list[TrialResult]:
+    return [trial for trial in run.sources if trial.state is TrialState.COMPLETE]
 
 
 def _recipes_document(run: RunRecord) -> RecipesDocument:

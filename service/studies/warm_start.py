@@ -151,8 +151,9 @@ def _results(
 
     `preflight` is the checked new study, and `plan` is its plan. `record` is the earlier study's job in `store`. Costs
     and constraints are computed by the new study's objectives. The fidelity of a result is its number of samples as a
-    share of the new study's full budget, at most 1. If `is_full_only` is True, results at lower rungs (fewer samples)
-    are left out. Raises Conflict if a configuration is outside the new study's search space.
+    share of the new study's full budget, at most 1. Trials that a user has marked as invalid are left out. If
+    `is_full_only` is True, results at lower rungs (fewer samples) are left out. Raises Conflict if a configuration is
+    outside the new study's search space.
     """
     before = replace(plan, study_id=record.id, rung_samples=ResolvedStudy.of(record).rung_samples)
     trials = {trial.number: trial for trial in store.trials(record.id)}
@@ -160,7 +161,7 @@ def _results(
     full, last = sum(plan.rung_samples[-1].values()), len(before.rung_samples) - 1
     found = []
     for trial in trials.values():
-        if trial.origin is not Origin.SEARCH or trial.configuration is None:
+        if trial.origin is not Origin.SEARCH or trial.configuration is None or trial.invalid is not None:
             continue
         try:
             preflight.space.parameters.check(trial.configuration)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -100,6 +101,15 @@ def test_merges_are_compared_with_the_best_baselines() -> None:
     assert [test.better for test in tests] == [(3,)] * 6
     means = {number: values[f"d{number}"]["arc"].mean() for number in (0, 1)}
     assert tests[0].rival == max(means, key=lambda number: means[number])
+
+
+def test_invalid_trials_are_not_compared() -> None:
+    """A merge or baseline whose values a user has marked as wrong has a row, and is in no comparison."""
+    values = drawn("arc")
+    marked = [replace(trial, invalid="cut off") if trial.number in (1, 3) else trial for trial in trials()]
+    table = benchmark_table(marked, [column("arc")], values, reference=None)
+    assert [row.trial for row in table.rows] == [0, 1, 2, 3, 4]
+    assert [(test.rival, [*test.differences]) for test in table.tests] == [(0, [4]), (2, [4])]
 
 
 def test_intervals_are_corrected_for_merges_and_benchmarks() -> None:

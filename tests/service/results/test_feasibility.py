@@ -14,11 +14,11 @@ from search_spaces.constraints import parse_constraint
 from search_spaces.objectives import Objective
 from service.cli.tables import holdout_table, pareto_table, trials_table
 from service.results.documents import pareto, trial_documents
-from service.results.feasibility import total_violation, violations
+from service.results.feasibility import constraint_documents, total_violation, violations
 from service.results.files import trials_jsonl
 from service.results.record import RunRecord
 from service.results.report import render_report
-from service.results.selection import best_trial, criteria, finalists, full_budget_trials, pareto_front
+from service.results.selection import best_trial, criteria, finalists, full_budget_trials, held_out, pareto_front
 from service.results.series.history import history
 from service.results.summary import summary
 from service.types import Origin, TrialRecord, TrialState
@@ -88,6 +88,14 @@ def test_bounds_of_an_invalid_source_stay() -> None:
     assert best is not None
     assert best.number == selected("text >= base")[0] == 4
     assert best_trial(TRIALS, objectives()) is not best
+    # The driver holds out the trials whose results are shown.
+    assert finalists(invalid, found)[0] in held_out(invalid, found)
+    valid = [each for each in invalid if each.invalid is None]
+    sources = [each for each in invalid if each.origin is Origin.SOURCE]
+    (shown,) = constraint_documents(found, valid, sources)
+    (before,) = constraint_documents(found, TRIALS, TRIALS)
+    assert shown["bound"] == before["bound"] is not None
+    assert shown["kept_by"] == before["kept_by"] - 1  # without the base itself
 
 
 def test_the_best_and_the_front_keep_to_all_constraints() -> None:

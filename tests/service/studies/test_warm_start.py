@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import shutil
 from collections.abc import Mapping
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, cast
@@ -211,6 +212,20 @@ def test_only_results_at_the_full_budget_are_told(earlier: Earlier, tmp_path: Pa
     assert [replace(o, number=0) for o in found] == [replace(o, number=0) for o in expected]
     assert sorted({o.number for o in found}) == list(range(first, 0))
     assert {o.fidelity for o in found} == {1.0}
+
+
+def test_trials_marked_as_invalid_are_not_told(earlier: Earlier, tmp_path: Path) -> None:
+    """A value that a user has marked as wrong does not lead the new search."""
+    copy = tmp_path / "copy"
+    shutil.copytree(earlier.directory, copy)
+    with closing(Store(f"sqlite:///{copy / DATABASE}")) as store, store.engine.begin() as connection:
+        number = next(trial.number for trial in store.trials(earlier.study) if trial.origin is Origin.SEARCH)
+        connection.exec_driver_sql(f"UPDATE trials SET invalid = 'cut off' WHERE number = {number}")
+    found = Begun.of(tmp_path / "new", checked({"dir": str(copy)})).begin().observed
+    expected = earlier.observations(first=-14, full=48)
+    left_out = [each for each in expected if each.number == -14]
+    assert len(found) == len(expected) - len(left_out) < len(expected)
+    assert left_out[0].configuration not in [each.configuration for each in found]
 
 
 def single(observation: Observation) -> Observation:
