@@ -59,13 +59,16 @@ class AlignmentInputs:
         models' names.
         """
         engine = self.options.model_dump(mode="json")
+        prompts = {name: engine[name] for name in PROMPT_OPTIONS}
+        if engine["system_prompt"] is not None:  # keys of studies without one are those of earlier versions
+            prompts["system_prompt"] = engine["system_prompt"]
         document = {
             "hm3 alignment": VERSION,
             "kind": self.kind,
             "pair": [[self.pool[model].digest, layer] for model, layer in pair],
             "family": self.family.fingerprint,
             "texts": sorted([spec.digest, list(self.positions[name])] for name, spec in self.tasks.items()),
-            "prompts": {name: engine[name] for name in PROMPT_OPTIONS},
+            "prompts": prompts,
         }
         return json.dumps(document, sort_keys=True)
 

@@ -63,6 +63,8 @@ MOST_WHOLE = 64
 # Host memory is allocated in pieces of this size, because torch rounds pinned allocations up to a power of two.
 CHUNK_BYTES = 1 << 30
 ALIGNMENT = 64  # bytes
+# Part of the names of shared memory; increased when tensors are placed in it in another way.
+LAYOUT = 2
 TORCH_DTYPES = {"F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 # The seed of the keys that order equal elements; seeds of a recipe's masks are never negative.
 ORDER_SEED = -1
@@ -140,13 +142,7 @@ class Bank:
         self._reads = _Reads()
         self.private_because = ""
         self.node = Node()
-        models = [model for view in self._checkpoints.values() for model in (view.base, view) if model is not None]
-        infos = [
-            (info, checkpoint)
-            for checkpoint in {id(model): model for model in models}.values()
-            if not is_metadata_only(checkpoint.directory)
-            for info in checkpoint.own
-        ]
+        infos = _stored_tensors(self._checkpoints)
         if is_shared:
             try:
                 self.node = Node(SharedDirectory(content_name(self.family, self.device.type)))
@@ -314,6 +310,7 @@ class Bank:
             return self.node.value(
                 ("variances", tuple(sources), base),
                 lambda: variance_table([self.on_cpu(each) for each in sources], self.on_cpu(base), self.order(base)),
+                most_bytes=self._recent.max_bytes,
             )
 
         if 0 in self._source(*base).shape:
@@ -610,7 +607,7 @@ def content_name(family: Family, device_type: str) -> str:
     processes with another type use another name.
     """
     models = sorted((model.alias, model.fingerprint) for model in family.models)
-    content = repr((models, family.tokenizer, sorted(family.vocabulary.items()), device_type))
+    content = repr((LAYOUT, models, family.tokenizer, sorted(family.vocabulary.items()), device_type))
     return hashlib.sha256(content.encode()).hexdigest()[:32]
 
 
@@ -657,6 +654,23 @@ class _Reads:
             self.total += num_elements
 
 
+def _stored_tensors(views: Mapping[str, Checkpoint]) -> list[tuple[TensorInfo, Checkpoint]]:
+    """Each stored tensor of the models in `views`, keyed by alias, once, with a checkpoint that can read it.
+
+    Models without weights on this machine are left out. The order is that of aliases, files and names, so that it is
+    the same in all processes: sets of tensors are in another order in each process.
+    """
+    models = [model for alias in sorted(views) for model in (views[alias].base, views[alias]) if model is not None]
+    return [
+        *{
+            info: model
+            for model in models
+            if not is_metadata_only(model.directory)
+            for info in sorted(model.own, key=lambda info: (info.file.name, info.name))
+        }.items()
+    ]
+
+
 def _shared(
     infos: Sequence[tuple[TensorInfo, Checkpoint]], shared: SharedDirectory | None, *, is_pinned: bool
 ) -> dict[TensorInfo, torch.Tensor]:
@@ -679,7 +693,11 @@ def _shared(
         for (info, checkpoint), start in zip(infos, starts, strict=True):
             part(memory, info, start).copy_(checkpoint.read_stored(info))
 
-    memory = shared.fill(end, write)
+    places = [
+        (info.file.name, info.name, info.dtype, info.shape, start)
+        for (info, _), start in zip(infos, starts, strict=True)
+    ]
+    memory = shared.fill(end, write, layout=hashlib.sha256(repr(places).encode()).hexdigest())
     if is_pinned:
         _pin(memory)
     return {info: part(memory, info, start) for (info, _), start in zip(infos, starts, strict=True)}

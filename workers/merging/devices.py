@@ -83,7 +83,7 @@ def peak_bytes(
     copied = converted = 0
     for operand in operands:
         alias, name = plan.aliases[operand.model], bank.layout.name(tensor.suffix, operand.layer)
-        source = bank.view(alias).tensors[name]
+        source = bank.view(alias).tensor(name)
         if not isinstance(source, TensorInfo):
             copied += 2 * FLOAT32_BYTES * math.prod(shape)  # the computed tensor, and a product of the same size
             copied += 0 if num_elements is None else FLOAT32_BYTES * count  # the part of it

@@ -17,6 +17,7 @@ import pickle
 import shutil
 import stat
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
@@ -78,15 +79,20 @@ class SharedDirectory:
                 continue  # it was removed in between
             _lock(self._users, fcntl.LOCK_SH, "another process that removes unused sources")
             if _is_at(self._users, self.path / USERS):
-                return
+                break
             os.close(self._users)
+        # Also called at the end of the interpreter, when module globals, which __del__ would need, may be gone.
+        self._end = weakref.finalize(self, _close, self._users, self.path, os.getpid())
 
-    def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None]) -> torch.Tensor:
+    def fill(self, num_bytes: int, write: Callable[[torch.Tensor], None], *, layout: str = "") -> torch.Tensor:
         """Return `num_bytes` of memory (uint8) that this node's processes share; one of them fills it with `write`.
 
         All processes that use the directory call this method. One of them fills the memory, and the others wait until
         it is full. If the process that fills the memory is killed, another process fills it from the beginning. The
-        memory must not be written to afterwards. Raises NoRoom if there is too little shared memory.
+        memory must not be written to afterwards. `layout` says what is where in the memory; it is stored beside it.
+
+        Raises:
+            NoRoom: There is too little shared memory, or a process has filled it with another layout.
         """
         if not (self.path / FILLED).exists():
             # A lock of its own: the shared lock on USERS is held as long as the directory is open, so that another
@@ -94,7 +100,11 @@ class SharedDirectory:
             with _locked(self.path / FILLING, "another process that reads the sources into shared memory"):
                 if not (self.path / FILLED).exists():
                     write(self._memory(num_bytes, is_new=True))
-                    (self.path / FILLED).touch(mode=0o600)
+                    new = self.path / f"{FILLED}.new"
+                    new.write_text(layout)
+                    new.replace(self.path / FILLED)
+        if (self.path / FILLED).read_text() != layout:
+            raise NoRoom(f"{self.path} was filled with another order of the tensors")
         return self._memory(num_bytes, is_new=False)
 
     def _memory(self, num_bytes: int, *, is_new: bool) -> torch.Tensor:
@@ -118,19 +128,23 @@ class SharedDirectory:
     def close(self) -> None:
         """End this process's use of the directory.
 
-        The last process to close the directory removes it. Memory that a process has mapped stays valid.
+        The last process to close the directory removes it, and every process closes it when it ends. Memory that a
+        process has mapped stays valid.
         """
-        if self._users < 0:
-            return
-        with suppress(BlockingIOError):
-            fcntl.flock(self._users, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            shutil.rmtree(self.path, ignore_errors=True)
-        os.close(self._users)
-        self._users = -1
+        self._end()
 
-    def __del__(self) -> None:
-        with suppress(Exception):
-            self.close()
+
+def _close(users: int, path: Path, owner: int) -> None:
+    """Close the lock file `users` of the directory `path`; the last process that uses the directory removes it.
+
+    `owner` is the id of the process that opened the directory. A process that was forked from it shares its lock, and
+    only closes the file.
+    """
+    if os.getpid() == owner:
+        with suppress(BlockingIOError):
+            fcntl.flock(users, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(path, ignore_errors=True)
+    os.close(users)
 
 
 def free_shared_bytes() -> int:
@@ -197,12 +211,12 @@ class Node:
         self.num_made = 0  # values that this process computed
         self._num_rules = 0  # those of them that are rules
 
-    def value(self, name: tuple[Any, ...], made: Callable[[], T]) -> T:
+    def value(self, name: tuple[Any, ...], made: Callable[[], T], *, most_bytes: int | None = None) -> T:
         """Return a value that the processes of a node share; the first process that needs it calls `made`.
 
         `name` identifies the value in all processes. Other processes wait while one of them computes the value, and
         then read it from the shared directory. Without a shared directory, `made` is called every time, and nothing is
-        stored.
+        stored. With `most_bytes`, the oldest values of this kind are removed once all of them have more bytes.
         """
         if self.shared is None:
             return made()
@@ -222,6 +236,8 @@ class Node:
                         if self._num_rules % RULES_BETWEEN_COUNTS == 0:
                             _prune(folder)
                         self._num_rules += 1
+                    if most_bytes is not None:
+                        _prune_to(folder, most_bytes)
         value: T = found[0]
         return value
 
@@ -314,3 +330,15 @@ def _prune(folder: Path) -> None:
             aged = sorted((file.stat().st_mtime_ns, file) for file in files)
             for _, file in aged[:-MOST_RULES]:
                 file.unlink(missing_ok=True)
+
+
+def _prune_to(folder: Path, most_bytes: int) -> None:
+    """Remove the oldest files of `folder` until the others have at most `most_bytes`; the newest file stays."""
+    with suppress(FileNotFoundError):  # another process removes the same files
+        aged = sorted((file.stat().st_mtime_ns, file.stat().st_size, file) for file in folder.iterdir())
+        total = sum(size for _, size, _ in aged)
+        for _, size, file in aged[:-1]:
+            if total <= most_bytes:
+                return
+            file.unlink(missing_ok=True)
+            total -= size

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Mapping
 from copy import deepcopy
 from typing import TYPE_CHECKING, Annotated, Any
@@ -85,13 +86,24 @@ def _trial_problems(record: JobRecord, before: Study, after: Study, store: Store
         raise Conflict(f"study {record.id}: max_trials: the search has ended at {now}, and its front is refined")
     if record.stop_reason is not None:
         raise Conflict(f"study {record.id}: max_trials: the search is {record.stop_reason}")
-    proposed = sum(trial.origin is Origin.SEARCH for trial in store.trial_results(record.id))
+    trials = store.trial_results(record.id)
+    proposed = sum(trial.origin is Origin.SEARCH for trial in trials)
     if then < proposed:
         message = f"{then} is below the {proposed} trials that were proposed already; give {proposed} or more"
         return (Problem("max_trials", message),)
     searcher = SEARCHERS.get(ResolvedStudy.of(record).algorithm or "")
-    if then < now and searcher is not None and (searcher.computes_steps or searcher.trains_policy):
+    if searcher is None or not (searcher.computes_steps or searcher.trains_policy):
+        return ()
+    if then < now:
         message = f"{then} is below {now}, by which the searcher has planned its steps; stop the search early instead"
+        return (Problem("max_trials", message),)
+    # These searchers know their trials by number, and the numbers of their next trials are taken.
+    first = min((trial.number for trial in trials if trial.origin is Origin.SEARCH), default=math.inf)
+    if later := [trial.number for trial in trials if trial.origin is Origin.USER and trial.number > first]:
+        message = (
+            f"{then} is above {now}, and users requested trials after the search ({', '.join(map(str, later))}); this "
+            "searcher cannot go on after them: start a new study"
+        )
         return (Problem("max_trials", message),)
     return ()
 

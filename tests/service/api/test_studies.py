@@ -882,5 +882,9 @@ def test_searchers_that_plan_steps_keep_their_trials(http: httpx.Client, server:
     assert (refused.status_code, "send the request when it is COMPLETE" in refused.text) == (409, True)
     refused = http.post(f"{path}/trials", json={"label": "a", "recipe": {}})
     assert (refused.status_code, "send the request when it is COMPLETE" in refused.text) == (409, True)
+    asked = next(t for t in run_record().trials if isinstance(t, TrialRecord) and t.state is TrialState.COMPLETE)
+    writer.add_trial(replace(asked, number=number + 1, origin=Origin.USER))
+    more = edit(http, path, {"max_trials": source.document["search"]["max_trials"] + 1})
+    assert (more.status_code, f"requested trials after the search ({number + 1})" in more.text) == (422, True)
     writer.set_state(JobState.COMPLETE)
     assert http.post(f"{path}/trials/{number}:evaluate").status_code == 202

@@ -29,6 +29,9 @@ def test_damaged_alignment_is_missing(inputs: AlignmentInputs, tmp_path: Path, m
     assert find_alignment(replace(inputs, kind="mlp"), pair) is None
     assert find_alignment(replace(inputs, positions={"sums": range(13)}), pair) is None
     assert find_alignment(inputs, (("math", 1), ("text", 3))) is None
+    # So are prompts with a system prompt.
+    options = inputs.options.model_copy(update={"system_prompt": "Count."})
+    assert find_alignment(replace(inputs, options=options), pair) is None
     # The same models under other names are the same.
     renamed = {alias.upper(): recipe for alias, recipe in inputs.pool.items()}
     assert find_alignment(replace(inputs, pool=renamed), (("MATH", 1), ("TEXT", 2))) is not None

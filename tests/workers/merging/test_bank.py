@@ -17,13 +17,13 @@ from tests.builders import lora_adapter, tiny_family
 from tests.conftest import HIDDEN
 from tests.workers.recipes import arithmetic
 from workers.errors import EvidenceMismatch, InvalidModel
-from workers.merging.bank import Bank, _pin
+from workers.merging.bank import Bank, _HostMemory, _pin
 from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.arithmetic import cosine, inner_products, total
 from workers.merging.methods.competition import variance
 from workers.merging.order_statistics import MagnitudeTable, magnitude_keys
 from workers.models.checkpoints import open_checkpoint
-from workers.models.family import open_family
+from workers.models.family import open_family, resolve_family
 from workers.models.fingerprints import fingerprint
 from workers.types import Family
 
@@ -368,3 +368,24 @@ def test_a_base_alone_can_be_held(untied_family: Family, tmp_path: Path) -> None
 def test_open_family_and_bank_agree(untied_family: Family, tmp_path: Path) -> None:
     experts = {expert.alias: expert.directory for expert in untied_family.experts}
     assert open_family(untied_family.base.directory, experts, cache=tmp_path) == untied_family
+
+
+def test_a_base_with_another_vocabulary_is_held_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Adapters change the base as it is stored, and merges use it with other rows; both read the same tensors."""
+    family = tiny_family(tmp_path, experts=("math",), layers=1)
+    lora_adapter(tmp_path / "base", tmp_path / "adapter")
+    placed: list[int] = []
+    place = _HostMemory.place
+
+    def counted(memory: _HostMemory, tensor: torch.Tensor) -> torch.Tensor:
+        placed.append(tensor.nbytes)
+        return place(memory, tensor)
+
+    monkeypatch.setattr(_HostMemory, "place", counted)
+    for vocabulary in ({}, {"multiple_of": 512}):
+        placed.clear()
+        sources = resolve_family(
+            family.base.directory, {"adapter": tmp_path / "adapter"}, vocabulary=vocabulary, cache=tmp_path / "cache"
+        )
+        assert sum(placed) == 0
+        assert Bank(sources, "host", cache=tmp_path / "cache").num_bytes == sum(placed) > 0

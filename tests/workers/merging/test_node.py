@@ -192,6 +192,30 @@ def test_leftovers_are_removed_before_memory_is_planned(root: Path, monkeypatch:
     remove_leftovers(except_for="others")
 
 
+def test_memory_with_another_layout_is_not_read(root: Path) -> None:
+    """A process that expects the tensors at other places, such as one of another version, is told so."""
+    first, second = (SharedDirectory("sources", root=root) for _ in range(2))
+    assert first.fill(3, twos, layout="a, b").tolist() == [2, 2, 2]
+    assert second.fill(3, twos, layout="a, b").tolist() == [2, 2, 2]
+    with pytest.raises(NoRoom, match="was filled with another order of the tensors"):
+        second.fill(3, twos, layout="b, a")
+    first.close()
+    second.close()
+
+
+def test_the_oldest_values_make_room(root: Path) -> None:
+    """Values of a kind with a limit take at most its bytes, and the newest value always stays."""
+    shared = SharedDirectory("sources", root=root)
+    of = Node(shared)
+    for number in range(6):
+        of.value(("variances", number), lambda: bytes(1000), most_bytes=2500)
+        files = [*(shared.path / "variances").iterdir()]
+        assert len(files) == min(number + 1, 2)
+    of.value(("variances", "large"), lambda: bytes(9000), most_bytes=2500)
+    assert [file.stat().st_size > 9000 for file in (shared.path / "variances").iterdir()] == [True]
+    shared.close()
+
+
 def twos(memory: torch.Tensor) -> None:
     memory.fill_(2)
 

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -120,6 +124,45 @@ def ranks(family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> li
     """The banks of two ranks of one node."""
     monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
     return [Bank(family, is_shared=True, cache=tmp_path / "cache") for _ in range(2)]
+
+
+READS = """
+import sys
+from pathlib import Path
+
+import torch
+
+from workers.merging import node
+from workers.merging.bank import Bank
+from workers.models.family import resolve_family
+
+root = Path(sys.argv[1])
+node.SHARED_MEMORY = root / "shm"
+sources = resolve_family(root / "base", {name: root / name for name in sys.argv[2:]}, cache=root / "cache")
+bank = Bank(sources, "host", is_shared=True, cache=root / "cache")
+tensors = [(alias, name, model.read(name)) for alias, model in sources.checkpoints.items() for name in model.tensors]
+wrong = [name for alias, name, tensor in tensors if not torch.equal(bank.get(alias, name), tensor)]
+print(len(wrong), repr(bank.private_because), len([*bank.node.shared.path.iterdir()]), flush=True)
+sys.stdin.read()
+"""
+
+
+def test_processes_find_shared_tensors_in_one_order(tmp_path: Path) -> None:
+    """Sets have another order in each process, and a study may list its experts in another order."""
+    family = tiny_family(tmp_path, experts=("math", "text"), layers=1, hidden=96)
+    assert [Path(model.directory).name for model in family.models] == ["base", "math", "text"]
+    (tmp_path / "shm").mkdir()
+    command = [sys.executable, "-c", READS, str(tmp_path)]
+    orders = (["math", "text"], ["text", "math"])
+    pipes: dict[str, Any] = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "text": True}
+    started = [
+        subprocess.Popen([*command, *order], env={**os.environ, "PYTHONHASHSEED": str(seed)}, **pipes)
+        for seed, order in enumerate(orders, start=1)
+    ]
+    assert [each.stdout.readline() for each in started if each.stdout] == ["0 '' 4\n"] * 2
+    for each in started:
+        each.communicate("", timeout=60)
+    assert list((tmp_path / "shm" / f"mergesearch-{os.getuid()}").iterdir()) == [], "the last process removes it"
 
 
 def halves(name: str, whole: torch.Tensor, rank: int) -> torch.Tensor:

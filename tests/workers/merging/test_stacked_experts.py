@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Mapping
 from dataclasses import replace
@@ -19,9 +20,10 @@ from tests.layouts import layout_family
 from tests.workers.recipes import arithmetic, slerp
 from workers.export.checkpoint import export
 from workers.merging.bank import Bank
+from workers.merging.devices import peak_bytes
 from workers.merging.materialize import merge_into, merged_tensors
 from workers.merging.methods.task_vectors import ties
-from workers.merging.plan import merged_names
+from workers.merging.plan import merged_names, plan_tensors
 from workers.types import Family
 
 NUM_LAYERS = 3
@@ -161,3 +163,11 @@ def test_without_experts_it_is_warned_of(tied_family: Family, tmp_path: Path) ->
     plan = check_merge(file, {}, tmp_path / "out")
     reason = "experts: 'stacked' has no effect: the models have no experts in tensors of their own"
     assert plan.warnings == (f"{file}: {reason}",)
+
+
+def test_memory_of_stacked_tensors_is_planned(family: Family, bank: Bank) -> None:
+    """A stack of experts, which no file has as one tensor, is counted by the plan that GPU engines ask for."""
+    recipe = by_ties(family, stacks_experts=True)
+    plan = plan_tensors(recipe, bank)
+    (stack, *_) = [tensor for tensor in plan.tensors if "experts" in tensor.name]
+    assert peak_bytes(stack, plan, bank, torch.bfloat16) > 4 * math.prod(stack.shape)

@@ -158,7 +158,7 @@ class ImageEngine:
         self.swap_s.append(merging_s + swap_s)
         self._is_checked = False
         if self.swap_count - self._passed_at >= CANARY_EVERY:
-            self.check()
+            self._compare()
             self._is_checked = False
         return ImageSwap(self._checksum, self.swap_count, merging_s, swap_s)
 
@@ -174,7 +174,8 @@ class ImageEngine:
         """Compare the engine's features of fixed images with the features that transformers computes for the merge.
 
         The comparison is skipped if the engine has scored nothing since the last comparison, or if there is too little
-        memory for a second model. Raises EngineFault if the features differ by more than rounding explains, or if the
+        memory for a second model. If the features of the merge are not finite, the base model is written into the
+        engine and compared. Raises EngineFault if the features differ by more than rounding explains, or if the
         parameters have changed since the merge was written.
         """
         self._refuse_after_a_fault()
@@ -182,28 +183,41 @@ class ImageEngine:
             return self.report
         if self._held is None:  # the last merge could not be computed
             self._write(self.base_recipe)
+        if not self._compare():
+            self._write(self.base_recipe)
+            self._compare()
+        return self.report
+
+    def _compare(self) -> bool:
+        """Compare the held merge with transformers; return False if its features are not finite there.
+
+        Raises EngineFault in the same cases as the method `check`.
+        """
         assert self._held is not None
         needed = 8 * sum(parameter.numel() for parameter in self.encoder.parameters.values())
         if needed > (free := free_host_bytes()):
             self.num_skipped += 1
             self._skipped = f"comparing with transformers takes {needed / GIB:.1f} GiB, {free / GIB:.1f} GiB are free"
-            return self.report
+            return True
         if self.compute_checksum() != self._checksum:
             raise self.fault("its parameters have changed since the merge was written")
         ours = self.encoder.features(self._images).cpu()
         theirs = reference_encoder(self._held, self.bank.on("cpu"), dtype=self.dtype).features(self._images)
-        if bool(torch.isfinite(theirs).all()):
-            scale = float(theirs.square().mean().sqrt()) or 1.0
-            difference = float((ours - theirs).abs().max()) / scale
-            most = FEATURE_TOLERANCE[self.dtype]
-            if not difference <= most:
-                raise self.fault(
-                    f"recipe {self._held.digest[:12]}: features of the engine and of transformers differ by "
-                    f"{difference:.3g} of their size; at most {most:g} is rounding in {self.dtype}"
-                )
+        if not bool(torch.isfinite(theirs).all()):
+            self.num_skipped += 1
+            self._skipped = f"recipe {self._held.digest[:12]}: its features are not finite numbers in transformers"
+            return False
+        scale = float(theirs.square().mean().sqrt()) or 1.0
+        difference = float((ours - theirs).abs().max()) / scale
+        most = FEATURE_TOLERANCE[self.dtype]
+        if not difference <= most:
+            raise self.fault(
+                f"recipe {self._held.digest[:12]}: features of the engine and of transformers differ by "
+                f"{difference:.3g} of their size; at most {most:g} is rounding in {self.dtype}"
+            )
         self.num_passed += 1
         self._passed_at, self._skipped, self._is_checked = self.swap_count, "", True
-        return self.report
+        return True
 
     def compute_checksum(self) -> str:
         """Compute the checksum of the current parameters of the held merge; unused layers are left out."""

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from search_spaces.baselines import all_baselines
-from search_spaces.recipe import Recipe
+from search_spaces.recipe import Merge, Recipe, Source
 from search_spaces.study.engine import EngineOptions
 from tests.vision import image_folder, tiny_vit, vit_family
 from workers.engines.images.classifiers import reference_encoder
@@ -151,6 +151,19 @@ def test_canaries_come_every_so_many_swaps(image_engine: ImageEngine, merges: di
     assert image_engine.num_passed == 2
     assert image_engine.check().canaries == 3
     assert image_engine.check().canaries == 3  # nothing was scored since
+
+
+def test_features_that_are_not_finite_pass_no_canary(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
+    """The canary of a merge that overflows compares nothing: it counts as skipped, and a check takes the base."""
+    huge = Merge("task_arithmetic", (Source("left"), Source("right")), {"lambda": (1e38, 1e38)})
+    broken = Recipe.uniform(huge, models=image_engine.family.fingerprints, base="base", num_layers=LAYERS).canonical()
+    for number in range(CANARY_EVERY):
+        image_engine.swap(broken if number % 2 else merges["uniform average"])
+    assert not image_engine.features(images()).isfinite().all()
+    assert (image_engine.num_passed, image_engine.num_skipped) == (1, 1)
+    assert "not finite" in image_engine.report.skipped
+    assert image_engine.check().canaries == 2
+    assert image_engine.held_digest == image_engine.base_recipe.digest
 
 
 def test_a_foreign_recipe_during_scoring_is_a_fault(image_engine: ImageEngine, merges: dict[str, Recipe]) -> None:
