@@ -62,6 +62,7 @@ class AsyncClient:
         import httpx
 
         self.url = transport.address(url)
+        self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._http = httpx.AsyncClient(
@@ -334,7 +335,7 @@ class AsyncClient:
     async def _fetched(self, call: Call, out: Path, num_bytes: int | None, received: Received | None) -> Path:
         stop = threading.Event()
         try:
-            with Client(self.url, timeout_s=self._timeout_s) as client:
+            with Client(self.url, token=self._token, timeout_s=self._timeout_s, patience_s=self._patience_s) as client:
                 return await asyncio.to_thread(client._fetch, call, out, num_bytes, received, stop)
         except asyncio.CancelledError:
             stop.set()

@@ -273,6 +273,22 @@ def test_an_export_is_waited_for_and_then_downloaded(ask: Asker, tmp_path: Path)
     assert (tmp_path / "merged" / "config.json").read_bytes() == b"{}"
 
 
+def test_every_request_of_an_export_has_the_token(tmp_path: Path) -> None:
+    """The token that a client was given is sent with the download too."""
+
+    async def awaited(url: str) -> None:
+        async with AsyncClient(url, token="mst_given") as client:
+            await client.export("c0ffee", 3, tmp_path / "awaited")
+
+    with scripted(*export_answers(("m/config.json", b"{}"), num_bytes=2)) as (app, url):
+        asyncio.run(awaited(url))
+        assert [headers.get("authorization") for _, _, headers in app.requests] == ["Bearer mst_given"] * 3
+    with scripted(*export_answers(("m/config.json", b"{}"), num_bytes=2)) as (app, url):
+        with Client(url, token="mst_given") as client:
+            client.export("c0ffee", 3, tmp_path / "blocking")
+        assert [headers.get("authorization") for _, _, headers in app.requests] == ["Bearer mst_given"] * 3
+
+
 @pytest.mark.parametrize(
     ("answers", "message"),
     [
