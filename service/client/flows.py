@@ -293,8 +293,14 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Fro
         >>> [row["trial"] for row in client.pareto("5f0c...")["front"]]
         >>> client.pareto("5f0c...", prefer={"math": 0.6, "code": 0.4})["preferred"]["trial"]
     """
-    query = {} if prefer is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in prefer.items())}
+    weights = None if prefer is None else _plain(prefer)
+    query = {} if weights is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in weights.items())}
     return Front((yield from document_of(Call("GET", path_of(study, "pareto"), query))))
+
+
+def _plain(prefer: Mapping[str, float]) -> dict[str, float]:
+    """Convert weights of objectives, which may be numbers of NumPy, to Python's floats, keyed by name."""
+    return {name: float(weight) for name, weight in prefer.items()}
 
 
 def report(study: Reference) -> Flow[str]:
@@ -683,7 +689,7 @@ def finished_export(
     Raises:
         ExportFailed: The server could not write the model.
     """
-    asked = {"trial": trial, "dtype": dtype, **({} if prefer is None else {"prefer": dict(prefer)})}
+    asked = {"trial": trial, "dtype": dtype, **({} if prefer is None else {"prefer": _plain(prefer)})}
     content = json.dumps(asked).encode()
     call = Call("POST", path_of(study, "exports"), {}, {"Content-Type": "application/json"}, content)
     export = cast("ExportDocument", (yield from document_of(call)))

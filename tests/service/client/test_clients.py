@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -507,6 +508,13 @@ def test_an_exported_model_is_the_trial_that_was_named(site: Site, finished: str
     with pytest.raises(Conflict, match=f"{out}: exists already"):
         ask("export", finished, 1, out)
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_weights_may_be_numbers_of_numpy(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
+    for weight in (np.float64(1.0), np.float32(1.0), np.int64(1)):
+        assert ask("pareto", finished, prefer={"sums": weight})["preferred"]["trial"] == 7
+        out = ask("export", finished, "best", tmp_path / type(weight).__name__, prefer={"sums": weight})
+        assert (out / "recipe.json").exists()
 
 
 def test_weights_pick_the_trial_that_is_exported(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
