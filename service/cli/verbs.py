@@ -435,6 +435,8 @@ def log(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
+    if options.text and options.system is not None:
+        raise Conflict("--system: --text completes the prompt alone, without a system message; leave one of them out")
     prompt = read_prompt(options.prompt)  # before a trial is served
     if prompt is None and options.json:
         raise Conflict("--json: needs a prompt; give --prompt TEXT, or send a text to standard input")
