@@ -12,7 +12,7 @@ from service.client import finetune_flows, flows, job_flows, notification_flows,
 from service.client.blocking import Client
 from service.client.completions import ChunkReader, completion_call
 from service.client.download import Received, check_free
-from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader
+from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader, is_event_stream
 from service.client.methods import awaited, named
 from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
 from service.errors import ServerUnreachable
@@ -200,7 +200,7 @@ class AsyncClient:
                 async with self._http.stream(
                     **transport.request(self.url, call), timeout=transport.listening()
                 ) as response:
-                    if response.status_code == 200:
+                    if response.status_code == 200 and is_event_stream(response.headers):
                         async for data in response.aiter_bytes():
                             for event in reader.feed(data):
                                 yield event

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from service.client import finetune_flows, flows, job_flows, notification_flows, transport
 from service.client.completions import ChunkReader, completion_call
 from service.client.download import Received, check_free, counted, unpack
-from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader
+from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader, is_event_stream
 from service.client.methods import blocking, named
 from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
 from service.errors import ServerUnreachable
@@ -190,7 +190,7 @@ class Client:
             call = reader.call()
             try:
                 with self._http.stream(**transport.request(self.url, call), timeout=transport.listening()) as response:
-                    if response.status_code == 200:
+                    if response.status_code == 200 and is_event_stream(response.headers):
                         for data in response.iter_bytes():
                             yield from reader.feed(data)
                         content = b""

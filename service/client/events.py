@@ -13,10 +13,10 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.client.requests import Call, Reference, Response, TransportError, path_of, refusal
+from service.client.requests import Call, Reference, Response, TransportError, no_server, path_of, refusal
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
-__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader", "JobsEventReader"]
+__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader", "JobsEventReader", "is_event_stream"]
 
 # Ids of events that a reader of all jobs remembers, so that it yields each event once.
 MAX_KNOWN = 10_000
@@ -50,6 +50,11 @@ class Event:
     time: str | None
     payload: Mapping[str, Any]
     job: str | None = None
+
+
+def is_event_stream(headers: Mapping[str, str]) -> bool:
+    """Whether a response with the given `headers`, keyed by name, has server-sent events as its content."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
 
 
 class EventReader:
@@ -115,6 +120,8 @@ class EventReader:
         if isinstance(outcome, TransportError):
             error: Exception = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}")
         elif outcome.status == 200:
+            if not is_event_stream(outcome.headers):
+                raise no_server(outcome, "no event stream")
             return wait_s  # the server ended the connection, as it does when it is stopped
         else:
             error = refusal(outcome)

@@ -28,6 +28,7 @@ __all__ = [
     "Response",
     "TransportError",
     "document_of",
+    "no_server",
     "path_of",
     "path_of_link",
     "refusal",
@@ -134,10 +135,11 @@ def refusal(response: Response) -> RequestRefused | InvalidAnswer:
         return RequestRefused(cast("ProblemDocument", known), float(after) if after.isdecimal() else None)
     if location := response.headers.get("location"):
         return InvalidAnswer(f"{response.url}: is redirected to {location}; give the server's own address")
-    return _no_server(response, f"status {response.status}")
+    return no_server(response, f"status {response.status}")
 
 
-def _no_server(response: Response, why: str) -> InvalidAnswer:
+def no_server(response: Response, why: str) -> InvalidAnswer:
+    """Build the error for a response that is not from a mergesearch server; `why` says how it differs."""
     start = repr(response.content[:80].decode("utf-8", errors="replace"))
     return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
 
@@ -156,7 +158,7 @@ def document_of(call: Call, *, repeats: bool = True, patience_s: float = 0.0) ->
     response = yield from respond(call, repeats=repeats, patience_s=patience_s)
     document = _parsed(response)
     if not isinstance(document, dict):
-        raise _no_server(response, "no JSON object")
+        raise no_server(response, "no JSON object")
     return document
 
 

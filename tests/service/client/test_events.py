@@ -136,9 +136,10 @@ def test_reconnections_have_growing_pauses() -> None:
 def test_pauses_start_anew_once_the_server_was_heard() -> None:
     events = reader()
     read(events, happened(3))
-    assert max(events.pause_s(answered(200)) for _ in range(8)) > 1
+    ended = answered(200, None, **{"content-type": "text/event-stream; charset=utf-8"})
+    assert max(events.pause_s(ended) for _ in range(8)) > 1
     read(events, b": still here\n\n")
-    assert events.pause_s(answered(200)) <= 0.2
+    assert events.pause_s(ended) <= 0.2
 
 
 def test_a_server_that_asks_to_wait_is_given_that_time() -> None:
@@ -158,6 +159,14 @@ def test_a_refusal_ends_the_reading() -> None:
     assert refused.value.status == 404
     with pytest.raises(InvalidAnswer, match="is redirected to https://elsewhere"):
         events.pause_s(answered(301, location="https://elsewhere"))
+
+
+def test_what_is_no_event_stream_is_not_read_again() -> None:
+    events = reader()
+    read(events, happened(3))
+    for headers in ({"content-type": "text/html"}, {"content-type": "application/json"}, {}):
+        with pytest.raises(InvalidAnswer, match="no mergesearch server answers there: no event stream"):
+            events.pause_s(answered(200, None, **headers))
 
 
 def test_events_need_a_study() -> None:

@@ -19,6 +19,7 @@ import pytest
 from service.client import (
     AsyncClient,
     Client,
+    Event,
     ExportFailed,
     InvalidAnswer,
     ServerUnreachable,
@@ -126,6 +127,28 @@ def test_an_address_may_leave_out_http_and_end_in_a_slash(site: Site) -> None:
 def test_what_is_no_mergesearch_server_is_told_so(ask: Asker, answer: Any, message: str) -> None:
     with scripted(answer) as (_, url), pytest.raises(InvalidAnswer, match=f"^{url}/v1/studies/c0ffee: {message}"):
         ask.at(url)("study", "c0ffee")
+
+
+def test_page_is_no_stream_of_events(ask: Asker) -> None:
+    """An address that responds to every request with a page is told so, and not asked again and again."""
+
+    async def awaited(url: str) -> list[Event]:
+        async with AsyncClient(url) as client:
+            return [event async for event in client.all_events()]
+
+    def all_events(url: str) -> list[Event]:
+        if ask.kind == "awaited":
+            return asyncio.run(awaited(url))
+        with Client(url) as client:
+            return list(client.all_events())
+
+    page = (200, {"content-type": "text/html"}, b"<html>hello")
+    with scripted(page) as (app, url), pytest.raises(InvalidAnswer, match="no event stream, '<html>hello'"):
+        list(ask.at(url).events("c0ffee"))
+    assert len(app.requests) == 1
+    with scripted(page) as (app, url), pytest.raises(InvalidAnswer, match="no event stream, '<html>hello'"):
+        all_events(url)
+    assert len(app.requests) == 1
 
 
 @pytest.mark.usefixtures("quick")
