@@ -13,7 +13,7 @@ from service.client.completions import ChunkReader, completion_call
 from service.client.download import Received, check_free, counted, unpack
 from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader, is_event_stream
 from service.client.methods import blocking, named
-from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
+from service.client.requests import AskedWaits, Call, Flow, Reference, Response, TransportError, refusal
 from service.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -324,15 +324,20 @@ class Client:
         import httpx
 
         check_free(out, num_bytes)
-        try:
-            with self._http.stream(**transport.request(self.url, call)) as response:
-                if response.status_code != 200:
-                    raise refusal(transport.reply(response, response.read()))
-                return unpack(counted(response.iter_bytes(), num_bytes, received, stop), out, num_bytes=num_bytes)
-        except httpx.RequestError as error:
-            raise ServerUnreachable(
-                f"{self.url}{call.path}: the download was cut off: {transport.reason_of(error)}"
-            ) from error
+        waits = AskedWaits(call, patience_s=PATIENCE_S)
+        while True:
+            try:
+                with self._http.stream(**transport.request(self.url, call)) as response:
+                    if response.status_code == 200:
+                        chunks = counted(response.iter_bytes(), num_bytes, received, stop)
+                        return unpack(chunks, out, num_bytes=num_bytes)
+                    refused = refusal(transport.reply(response, response.read()))
+            except httpx.RequestError as error:
+                raise ServerUnreachable(
+                    f"{self.url}{call.path}: the download was cut off: {transport.reason_of(error)}"
+                ) from error
+            if stop.wait(waits.next_s(refused)):
+                raise InterruptedError("the download was cancelled")
 
     def _run(self, flow: Flow[T]) -> T:
         outcome: Response | TransportError | None = None

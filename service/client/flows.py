@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from service.client.events import PATIENCE_S
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
     Call,
@@ -697,7 +698,8 @@ def finished_export(
     while export["state"] not in ("COMPLETE", "FAIL"):
         yield pause_s
         pause_s = min(1.5 * pause_s, MAX_POLL_S)
-        export = cast("ExportDocument", (yield from document_of(Call("GET", path_of(study, "exports", export["id"])))))
+        call = Call("GET", path_of(study, "exports", export["id"]))
+        export = cast("ExportDocument", (yield from document_of(call, patience_s=PATIENCE_S)))
     if export["state"] == "FAIL":
         raise ExportFailed(f"trial {export['trial']} of study {study}: {export['reason'] or 'no reason was given'}")
     return export

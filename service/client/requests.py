@@ -1,7 +1,7 @@
 """HTTP requests that the client's generators yield, and functions that read the responses.
 
 A request is sent again if its connection was lost, unless the repetition could make a change twice. Submissions have an
-idempotency key, so they can be repeated.
+idempotency key, so they can be repeated. A request is also sent again if the server asks for it with Retry-After.
 """
 
 from __future__ import annotations
@@ -22,6 +22,8 @@ if TYPE_CHECKING:
     from service.schemas.api import JobDocument, ProblemDocument
 
 __all__ = [
+    "TOO_MANY_REQUESTS",
+    "AskedWaits",
     "Call",
     "Flow",
     "Reference",
@@ -39,7 +41,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-GATEWAY_TIMEOUT = 504
+TOO_MANY_REQUESTS, UNAVAILABLE, GATEWAY_TIMEOUT = 429, 503, 504
 
 # Pauses before the retries of a request whose connection was lost: in total long enough for a server to restart.
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -48,6 +50,9 @@ RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 # client or for a proxy, and the pause before it is. The server checks a study for at most half an hour.
 CHECKS_S = 3600.0
 CHECK_PAUSE_S = 1.0
+
+# Seconds for which a request may wait because its sender has sent too many: quotas are numbers of requests a minute.
+QUOTA_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -90,6 +95,34 @@ class TransportError:
     reason: str
     was_cut: bool
     is_late: bool = False
+
+
+class AskedWaits:
+    """Waits before a refused request `call` is sent again, as the server asks for them with Retry-After.
+
+    A request is sent again after status 429, because the server refuses it before it acts on it, and a GET request also
+    after 503. All waits together are at most as long as the limit on a user's requests (429) or the restart of a server
+    (503) takes, or `patience_s` seconds if that is longer.
+    """
+
+    def __init__(self, call: Call, *, patience_s: float = 0.0) -> None:
+        self._statuses = {TOO_MANY_REQUESTS, UNAVAILABLE} if call.method == "GET" else {TOO_MANY_REQUESTS}
+        self._patience_s = patience_s
+        self._waited_s = 0.0
+
+    def next_s(self, error: RequestRefused | InvalidAnswer) -> float:
+        """Seconds to wait before the request that was refused with `error` is sent again.
+
+        Raises `error` itself if the refusal is final, or if the waits would be too long.
+        """
+        if not isinstance(error, RequestRefused) or error.retry_after_s is None or error.status not in self._statuses:
+            raise error
+        limit_s = QUOTA_WAIT_S if error.status == TOO_MANY_REQUESTS else sum(RETRY_PAUSES_S)
+        wait_s = max(error.retry_after_s, RETRY_PAUSES_S[0])  # a server may ask for 0 s without end
+        self._waited_s += wait_s
+        if self._waited_s > max(limit_s, self._patience_s):
+            raise error
+        return wait_s
 
 
 Reference: TypeAlias = "str | JobDocument"
@@ -147,8 +180,8 @@ def no_server(response: Response, why: str) -> InvalidAnswer:
 def document_of(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[dict[str, Any]]:
     """Generator that sends a request and returns the JSON object in the response.
 
-    If `repeats` is True, the request is sent again after a lost connection, and for `patience_s` seconds also if its
-    response takes too long.
+    If `repeats` is True, the request is sent again after a lost connection. For `patience_s` seconds, it is also sent
+    again if its response takes too long, or if the server asks for it.
 
     Raises:
         InvalidAnswer: The response is no JSON object, or not from a mergesearch server.
@@ -173,7 +206,8 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
     unreachable at the first attempt is reported immediately. If `repeats` is False, the request is never sent again,
     because a second request would change the server a second time. For `patience_s` seconds, the request is also sent
-    again if its response took too long for the client or for a proxy (status 504).
+    again if its response took too long for the client or for a proxy (status 504). Refusals with which the server asks
+    to wait are waited for as the class AskedWaits describes, whatever `repeats` is.
 
     Raises:
         RequestRefused: The server refused the request.
@@ -181,6 +215,7 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
         InvalidAnswer: The response is not from a mergesearch server.
     """
     pauses_s = iter(RETRY_PAUSES_S if repeats else ())
+    asked_waits = AskedWaits(call, patience_s=patience_s)
     is_first = True
     until = time.monotonic() + patience_s
     while True:
@@ -189,9 +224,13 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
         if isinstance(outcome, Response):
             if 200 <= outcome.status < 300:
                 return outcome
-            error: Exception = refusal(outcome)
-            if isinstance(error, RequestRefused) or outcome.status < 500:
-                raise error
+            error: Exception = (refused := refusal(outcome))
+            if isinstance(refused, RequestRefused):
+                is_first = False
+                yield asked_waits.next_s(refused)
+                continue
+            if outcome.status < 500 and outcome.status != TOO_MANY_REQUESTS:
+                raise refused
             is_late = outcome.status == GATEWAY_TIMEOUT
         else:
             error, is_late = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}"), outcome.is_late

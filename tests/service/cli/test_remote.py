@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
+from service.client import requests
 from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
 from service.results.documents import pareto, trial_document
@@ -195,6 +196,7 @@ def test_the_log_is_printed(
     assert terminal.shown("log", "finished") == "==> driver <==\nscored ü\n"
     assert terminal.document("log", finished) == {"log": "==> driver <==\nscored ü\n"}
     monkeypatch.setattr(site.cluster, "reason", "Ray is being started")
+    monkeypatch.setattr(requests, "RETRY_PAUSES_S", (0.01,))  # less than the server asks to wait
     assert terminal.refused("log", finished, code=1) == "Ray is being started"
 
 

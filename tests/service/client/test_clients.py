@@ -27,6 +27,7 @@ from service.client import (
     ServerUnreachable,
     flows,
     job_flows,
+    requests,
 )
 from service.errors import Conflict, NotFound
 from service.results.documents import pareto, trial_document
@@ -408,6 +409,7 @@ def test_the_log_is_text_and_away_with_ray(
 ) -> None:
     assert ask("log", finished) == "==> driver <==\nscored ü\n"
     monkeypatch.setattr(site.cluster, "reason", "Ray is being started")
+    monkeypatch.setattr(requests, "RETRY_PAUSES_S", (0.01,))  # less than the server asks to wait
     with pytest.raises(RequestRefused, match=r"^Ray is being started$") as refused:
         ask("log", finished)
     assert refused.value.status == 503

@@ -150,6 +150,22 @@ def test_a_server_that_asks_to_wait_is_given_that_time() -> None:
     assert events.pause_s(answered(503, problem, **{"retry-after": "3600"})) == MAX_PAUSE_S
 
 
+def test_too_many_requests_are_waited_for() -> None:
+    """Status 429 is waited for as the server asks, also at the first request, until patience ends."""
+    problem = {"type": "about:blank", "title": "Too Many", "status": 429, "detail": "all 3 of 3 requests are used"}
+    clock = Clock()
+    events = reader(clock=clock)
+    for _ in range(3):
+        wait_s = events.pause_s(answered(429, problem, **{"retry-after": "20"}))
+        assert wait_s == 20
+        clock.now += wait_s
+    with pytest.raises(RequestRefused, match="all 3 of 3 requests are used"):
+        events.pause_s(answered(429, problem, **{"retry-after": "20"}))
+    read(events, happened(3))
+    assert events.pause_s(answered(429, problem, **{"retry-after": "20"})) == 20
+    assert events.pause_s(answered(429)) <= MAX_PAUSE_S  # a proxy's
+
+
 def test_a_refusal_ends_the_reading() -> None:
     events = reader()
     read(events, happened(3))
