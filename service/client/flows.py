@@ -15,16 +15,17 @@ from urllib.parse import parse_qs, urlsplit
 from service.client.events import PATIENCE_S
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
+    Attempts,
     Call,
     Flow,
     Reference,
+    delete_of,
     document_of,
     path_of,
-    respond,
     text_of,
 )
 from service.client.views import Front, Job, Summary, Trial, TrialList, TrialSamples
-from service.errors import ExportFailed
+from service.errors import ExportFailed, RequestRefused
 from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
@@ -77,6 +78,7 @@ __all__ = [
 MAX_POLL_S = 3.0
 
 PAGE = 500
+CONFLICT = 409
 
 
 # -- studies -----------------------------------------------------------------------------------------------------------
@@ -273,7 +275,28 @@ def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Fl
         benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json", exclude_unset=True)
     content = json.dumps(dict(benchmarks)).encode()
     call = Call("POST", path_of(study, "benchmarks"), headers={"Content-Type": "application/json"}, content=content)
-    return cast("StudyDocument", Job((yield from document_of(call))))
+    attempts = Attempts()
+    try:
+        found = yield from document_of(call, attempts=attempts)
+    except RequestRefused as error:
+        if error.status != CONFLICT or not attempts.may_have_arrived:
+            raise
+        stored = yield from document_of(Call("GET", path_of(study, SEARCH.document_link)))
+        if not _has_benchmarks(stored, benchmarks):
+            raise
+        found = yield from document_of(Call("GET", path_of(study)))
+    return cast("StudyDocument", Job(found))
+
+
+def _has_benchmarks(study: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
+    """Whether a study file, the content `study`, has all benchmarks that the file with the content `added` adds."""
+    from search_spaces.study.file import Study, parse_benchmarks, with_benchmarks
+
+    try:
+        stored = Study.model_validate(study)
+        return with_benchmarks(stored, parse_benchmarks(added)).canonical() == stored.canonical()
+    except ValueError:  # a server of another version
+        return False
 
 
 def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Front]:
@@ -733,7 +756,7 @@ def delete_export(study: str, export: str) -> Flow[None]:
     Examples:
         >>> client.delete_export("5f0c...", "e91b...")
     """
-    yield from respond(Call("DELETE", path_of(study, "exports", export)))
+    yield from delete_of(Call("DELETE", path_of(study, "exports", export)))
 
 
 def download(study: str, export: ExportDocument) -> Call:

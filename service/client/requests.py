@@ -24,11 +24,13 @@ if TYPE_CHECKING:
 __all__ = [
     "TOO_MANY_REQUESTS",
     "AskedWaits",
+    "Attempts",
     "Call",
     "Flow",
     "Reference",
     "Response",
     "TransportError",
+    "delete_of",
     "document_of",
     "no_server",
     "path_of",
@@ -41,7 +43,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-TOO_MANY_REQUESTS, UNAVAILABLE, GATEWAY_TIMEOUT = 429, 503, 504
+NOT_FOUND, TOO_MANY_REQUESTS, UNAVAILABLE, GATEWAY_TIMEOUT = 404, 429, 503, 504
 
 # Pauses before the retries of a request whose connection was lost: in total long enough for a server to restart.
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -95,6 +97,16 @@ class TransportError:
     reason: str
     was_cut: bool
     is_late: bool = False
+
+
+@dataclass
+class Attempts:
+    """What is known about the attempts to send a request.
+
+    If `may_have_arrived` is True, the response to an attempt was lost: the server may have done what the request asks.
+    """
+
+    may_have_arrived: bool = False
 
 
 class AskedWaits:
@@ -177,18 +189,21 @@ def no_server(response: Response, why: str) -> InvalidAnswer:
     return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
 
 
-def document_of(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[dict[str, Any]]:
+def document_of(
+    call: Call, *, repeats: bool = True, patience_s: float = 0.0, attempts: Attempts | None = None
+) -> Flow[dict[str, Any]]:
     """Generator that sends a request and returns the JSON object in the response.
 
     If `repeats` is True, the request is sent again after a lost connection. For `patience_s` seconds, it is also sent
-    again if its response takes too long, or if the server asks for it.
+    again if its response takes too long, or if the server asks for it. What is learned about the attempts is written to
+    `attempts`.
 
     Raises:
         InvalidAnswer: The response is no JSON object, or not from a mergesearch server.
         RequestRefused: The server refused the request.
         ServerUnreachable: No server answered.
     """
-    response = yield from respond(call, repeats=repeats, patience_s=patience_s)
+    response = yield from respond(call, repeats=repeats, patience_s=patience_s, attempts=attempts)
     document = _parsed(response)
     if not isinstance(document, dict):
         raise no_server(response, "no JSON object")
@@ -200,14 +215,35 @@ def text_of(call: Call) -> Flow[str]:
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
-def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[Response]:
+def delete_of(call: Call) -> Flow[None]:
+    """Generator that sends a request which deletes a resource.
+
+    If the response to a first attempt was lost, a resource that does not exist (status 404) counts as deleted.
+
+    Raises:
+        RequestRefused: The server refused the request.
+        ServerUnreachable: No server answered.
+        InvalidAnswer: The response is not from a mergesearch server.
+    """
+    attempts = Attempts()
+    try:
+        yield from respond(call, attempts=attempts)
+    except RequestRefused as error:
+        if error.status != NOT_FOUND or not attempts.may_have_arrived:
+            raise
+
+
+def respond(
+    call: Call, *, repeats: bool = True, patience_s: float = 0.0, attempts: Attempts | None = None
+) -> Flow[Response]:
     """Generator that sends a request, repeats it after a lost connection, and returns the response (status 2xx).
 
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
     unreachable at the first attempt is reported immediately. If `repeats` is False, the request is never sent again,
     because a second request would change the server a second time. For `patience_s` seconds, the request is also sent
     again if its response took too long for the client or for a proxy (status 504). Refusals with which the server asks
-    to wait are waited for as the class AskedWaits describes, whatever `repeats` is.
+    to wait are waited for as the class AskedWaits describes, whatever `repeats` is. What is learned about the attempts
+    is written to `attempts`.
 
     Raises:
         RequestRefused: The server refused the request.
@@ -215,6 +251,7 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
         InvalidAnswer: The response is not from a mergesearch server.
     """
     pauses_s = iter(RETRY_PAUSES_S if repeats else ())
+    attempts = Attempts() if attempts is None else attempts
     asked_waits = AskedWaits(call, patience_s=patience_s)
     is_first = True
     until = time.monotonic() + patience_s
@@ -232,8 +269,10 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
             if outcome.status < 500 and outcome.status != TOO_MANY_REQUESTS:
                 raise refused
             is_late = outcome.status == GATEWAY_TIMEOUT
+            attempts.may_have_arrived |= outcome.status >= 500
         else:
             error, is_late = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}"), outcome.is_late
+            attempts.may_have_arrived |= outcome.was_cut or is_late
         if is_late and time.monotonic() < until:
             is_first = False
             yield CHECK_PAUSE_S
