@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
@@ -475,7 +475,7 @@ def _kind_of(job: Reference) -> JobKind:
 
 def clone(
     job: Reference,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
     team: str | None = None,
     sharing: str | None = None,
@@ -487,7 +487,8 @@ def clone(
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
         changes: Changes of the file as a JSON merge patch (RFC 7396): values replace the values of the same keys,
-            objects are merged, and None removes a key, so that the key's default holds.
+            objects are merged, and None removes a key, so that the key's default holds. Several patches are applied in
+            their order.
         team: Team of the copy; None means the only team for which you may submit jobs.
         sharing: Who may read the copy besides you and administrators: "private", "team" or "all"; None is "team".
 
@@ -502,7 +503,9 @@ def clone(
     """
     kind = _kind_of(job)
     document = yield from document_of(Call("GET", path_of(job, kind.document_link)))
-    return (yield from submit_job(kind.name, _patched(document, changes or {}), team=team, sharing=sharing))
+    for patch in [changes] if isinstance(changes, Mapping) else changes or ():
+        document = _patched(document, patch)
+    return (yield from submit_job(kind.name, document, team=team, sharing=sharing))
 
 
 def _patched(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:

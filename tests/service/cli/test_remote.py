@@ -353,6 +353,25 @@ def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> 
     assert (code, "give OPTION=VALUE" in err) == (2, True), err
 
 
+def test_clone_makes_changes_in_their_order(site: Site, terminal: ServerTerminal) -> None:
+    """An option can be set below one that an earlier change removed, but not below a value that is no object."""
+    name = site.new_name()
+    site.create(name)
+    terminal.document("edit", name, "--max-samples", "5000", "--max-gpu-hours", "3")
+    copy = terminal.document(
+        "clone", name, "--name", "a", "--set", "limits=null", "--set", "limits.max_samples=7000", "--set", "name=b"
+    )
+    limits = site.store.job(copy["id"]).document["limits"]
+    assert (copy["name"], limits["max_samples"], limits["max_gpu_hours"]) == ("b", 7000, None)
+    copy = terminal.document("clone", name, "--set", 'limits={"max_samples": 8000}', "--set", "limits.max_gpu_hours=4")
+    limits = site.store.job(copy["id"]).document["limits"]
+    assert (limits["max_samples"], limits["max_gpu_hours"]) == (8000, 4)
+    for value in ("1", '"one"', "[1]"):
+        assert terminal.refused("clone", name, "--set", f"search.seed={value}", "--set", "search.seed.x=2") == (
+            f"--set search.seed.x=2: search.seed has no keys after --set search.seed={value}; leave one of them out"
+        )
+
+
 def test_invalidate_marks_a_trial(site: Site, finished: str, terminal: ServerTerminal) -> None:
     name = site.store.job(finished).name
     assert (
