@@ -156,7 +156,7 @@ class FinetuneView(JobView):
             return
         for alias in job["experts"]:
             print(f"{alias}: download it with `mergesearch export {short_id(job)} {alias} --out DIR`")
-        print(f"report: {self._client.url}{job['links']['report']}")
+        print(f"report: {self._client.url}{path_of_link(job['links']['report'])}")
 
     def export(self, job: Any, name: str, out: Path, *, dtype: str | None, prefer: Mapping[str, float] | None) -> None:
         experts = ", ".join(job["experts"])

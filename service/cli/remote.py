@@ -236,7 +236,9 @@ class ServerVerbs:
         study = self._client.enqueue_trial(self._study(reference)["id"], label, reason=reason, **given)
         return self._show_state(cast("JobDocument", {"kind": SEARCH.name, **study}))
 
-    def clone(self, reference: str, changes: Mapping[str, Any], *, team: str | None, sharing: str | None) -> int:
+    def clone(
+        self, reference: str, changes: Sequence[Mapping[str, Any]], *, team: str | None, sharing: str | None
+    ) -> int:
         return self._show_state(self._client.clone(self._client.find(reference), changes, team=team, sharing=sharing))
 
     def cancel(self, reference: str, *, reason: str | None) -> int:

@@ -435,6 +435,8 @@ def log(options: argparse.Namespace) -> int:
 
 
 def chat(options: argparse.Namespace) -> int:
+    if options.text and options.system is not None:
+        raise Conflict("--system: --text completes the prompt alone, without a system message; leave one of them out")
     prompt = read_prompt(options.prompt)  # before a trial is served
     if prompt is None and options.json:
         raise Conflict("--json: needs a prompt; give --prompt TEXT, or send a text to standard input")
@@ -486,13 +488,17 @@ def enqueue(options: argparse.Namespace) -> int:
 
 
 def clone(options: argparse.Namespace) -> int:
-    changes: dict[str, Any] = {} if options.name is None else {"name": options.name}
-    for path, value in options.set:
-        place = changes
-        *parents, key = path.split(".")
-        for parent in parents:
-            place = place.setdefault(parent, {})
-        place[key] = value
+    changes: list[dict[str, Any]] = [] if options.name is None else [{"name": options.name}]
+    for index, (path, value) in enumerate(options.set):
+        for earlier, scalar in options.set[:index]:
+            if path.startswith(f"{earlier}.") and scalar is not None and not isinstance(scalar, dict):
+                raise Conflict(
+                    f"--set {path}={json.dumps(value)}: {earlier} has no keys after --set {earlier}="
+                    f"{json.dumps(scalar)}; leave one of them out"
+                )
+        for key in reversed(path.split(".")):
+            value = {key: value}
+        changes.append(value)
     with _on_server(options) as server:
         return server.clone(options.job, changes, team=options.team, sharing=options.sharing)
 

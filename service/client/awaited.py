@@ -12,7 +12,7 @@ from service.client import finetune_flows, flows, job_flows, notification_flows,
 from service.client.blocking import Client
 from service.client.completions import ChunkReader, completion_call
 from service.client.download import Received, check_free
-from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader
+from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader, is_event_stream
 from service.client.methods import awaited, named
 from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
 from service.errors import ServerUnreachable
@@ -62,6 +62,7 @@ class AsyncClient:
         import httpx
 
         self.url = transport.address(url)
+        self._token = token
         self._timeout_s = timeout_s
         self._patience_s = patience_s
         self._http = httpx.AsyncClient(
@@ -199,7 +200,7 @@ class AsyncClient:
                 async with self._http.stream(
                     **transport.request(self.url, call), timeout=transport.listening()
                 ) as response:
-                    if response.status_code == 200:
+                    if response.status_code == 200 and is_event_stream(response.headers):
                         async for data in response.aiter_bytes():
                             for event in reader.feed(data):
                                 yield event
@@ -334,7 +335,7 @@ class AsyncClient:
     async def _fetched(self, call: Call, out: Path, num_bytes: int | None, received: Received | None) -> Path:
         stop = threading.Event()
         try:
-            with Client(self.url, timeout_s=self._timeout_s) as client:
+            with Client(self.url, token=self._token, timeout_s=self._timeout_s, patience_s=self._patience_s) as client:
                 return await asyncio.to_thread(client._fetch, call, out, num_bytes, received, stop)
         except asyncio.CancelledError:
             stop.set()

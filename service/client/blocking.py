@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Any, Self, TypeVar
 from service.client import finetune_flows, flows, job_flows, notification_flows, transport
 from service.client.completions import ChunkReader, completion_call
 from service.client.download import Received, check_free, counted, unpack
-from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader
+from service.client.events import PATIENCE_S, Event, EventReader, JobsEventReader, is_event_stream
 from service.client.methods import blocking, named
-from service.client.requests import Call, Flow, Reference, Response, TransportError, refusal
+from service.client.requests import AskedWaits, Call, Flow, Reference, Response, TransportError, refusal
 from service.errors import ServerUnreachable
 
 if TYPE_CHECKING:
@@ -190,7 +190,7 @@ class Client:
             call = reader.call()
             try:
                 with self._http.stream(**transport.request(self.url, call), timeout=transport.listening()) as response:
-                    if response.status_code == 200:
+                    if response.status_code == 200 and is_event_stream(response.headers):
                         for data in response.iter_bytes():
                             yield from reader.feed(data)
                         content = b""
@@ -324,15 +324,20 @@ class Client:
         import httpx
 
         check_free(out, num_bytes)
-        try:
-            with self._http.stream(**transport.request(self.url, call)) as response:
-                if response.status_code != 200:
-                    raise refusal(transport.reply(response, response.read()))
-                return unpack(counted(response.iter_bytes(), num_bytes, received, stop), out, num_bytes=num_bytes)
-        except httpx.RequestError as error:
-            raise ServerUnreachable(
-                f"{self.url}{call.path}: the download was cut off: {transport.reason_of(error)}"
-            ) from error
+        waits = AskedWaits(call, patience_s=PATIENCE_S)
+        while True:
+            try:
+                with self._http.stream(**transport.request(self.url, call)) as response:
+                    if response.status_code == 200:
+                        chunks = counted(response.iter_bytes(), num_bytes, received, stop)
+                        return unpack(chunks, out, num_bytes=num_bytes)
+                    refused = refusal(transport.reply(response, response.read()))
+            except httpx.RequestError as error:
+                raise ServerUnreachable(
+                    f"{self.url}{call.path}: the download was cut off: {transport.reason_of(error)}"
+                ) from error
+            if stop.wait(waits.next_s(refused)):
+                raise InterruptedError("the download was cancelled")
 
     def _run(self, flow: Flow[T]) -> T:
         outcome: Response | TransportError | None = None

@@ -13,10 +13,19 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from service.client.requests import Call, Reference, Response, TransportError, path_of, refusal
+from service.client.requests import (
+    TOO_MANY_REQUESTS,
+    Call,
+    Reference,
+    Response,
+    TransportError,
+    no_server,
+    path_of,
+    refusal,
+)
 from service.errors import InvalidAnswer, RequestRefused, ServerUnreachable
 
-__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader", "JobsEventReader"]
+__all__ = ["PATIENCE_S", "SILENCE_S", "Event", "EventReader", "JobsEventReader", "is_event_stream"]
 
 # Ids of events that a reader of all jobs remembers, so that it yields each event once.
 MAX_KNOWN = 10_000
@@ -50,6 +59,11 @@ class Event:
     time: str | None
     payload: Mapping[str, Any]
     job: str | None = None
+
+
+def is_event_stream(headers: Mapping[str, str]) -> bool:
+    """Whether a response with the given `headers`, keyed by name, has server-sent events as its content."""
+    return headers.get("content-type", "").partition(";")[0].strip().lower() == "text/event-stream"
 
 
 class EventReader:
@@ -102,6 +116,8 @@ class EventReader:
     def pause_s(self, outcome: Response | TransportError) -> float:
         """Seconds to wait before the event stream is requested again.
 
+        A server that refuses the request because of too many requests (status 429) gets all the time that it asks for.
+
         Args:
             outcome: The response or the error with which the last connection ended.
 
@@ -115,13 +131,17 @@ class EventReader:
         if isinstance(outcome, TransportError):
             error: Exception = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}")
         elif outcome.status == 200:
+            if not is_event_stream(outcome.headers):
+                raise no_server(outcome, "no event stream")
             return wait_s  # the server ended the connection, as it does when it is stopped
         else:
-            error = refusal(outcome)
-            if outcome.status < 500:
+            error, has_too_many = refusal(outcome), outcome.status == TOO_MANY_REQUESTS
+            if outcome.status < 500 and not has_too_many:
                 raise error
-            if isinstance(error, RequestRefused) and error.retry_after_s is not None:
-                wait_s = min(error.retry_after_s, MAX_PAUSE_S)
+            if isinstance(error, RequestRefused) and (asked_s := error.retry_after_s) is not None:
+                wait_s = max(asked_s, FIRST_PAUSE_S) if has_too_many else min(asked_s, MAX_PAUSE_S)
+            if has_too_many and self._heard_at is None:
+                self._heard_at = self._clock()  # there is a server, which accepts a later request
         if self._heard_at is None or self._clock() - self._heard_at + wait_s > self._patience_s:
             raise error
         return wait_s

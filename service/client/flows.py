@@ -12,18 +12,20 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import parse_qs, urlsplit
 
+from service.client.events import PATIENCE_S
 from service.client.job_flows import jobs, submit_job
 from service.client.requests import (
+    Attempts,
     Call,
     Flow,
     Reference,
+    delete_of,
     document_of,
     path_of,
-    respond,
     text_of,
 )
 from service.client.views import Front, Job, Summary, Trial, TrialList, TrialSamples
-from service.errors import ExportFailed
+from service.errors import ExportFailed, RequestRefused
 from service.jobs.search.kind import SEARCH
 
 if TYPE_CHECKING:
@@ -76,6 +78,7 @@ __all__ = [
 MAX_POLL_S = 3.0
 
 PAGE = 500
+CONFLICT = 409
 
 
 # -- studies -----------------------------------------------------------------------------------------------------------
@@ -272,7 +275,28 @@ def add_benchmarks(study: str, benchmarks: Path | str | Mapping[str, Any]) -> Fl
         benchmarks = load_benchmarks(Path(benchmarks)).model_dump(mode="json", exclude_unset=True)
     content = json.dumps(dict(benchmarks)).encode()
     call = Call("POST", path_of(study, "benchmarks"), headers={"Content-Type": "application/json"}, content=content)
-    return cast("StudyDocument", Job((yield from document_of(call))))
+    attempts = Attempts()
+    try:
+        found = yield from document_of(call, attempts=attempts)
+    except RequestRefused as error:
+        if error.status != CONFLICT or not attempts.may_have_arrived:
+            raise
+        stored = yield from document_of(Call("GET", path_of(study, SEARCH.document_link)))
+        if not _has_benchmarks(stored, benchmarks):
+            raise
+        found = yield from document_of(Call("GET", path_of(study)))
+    return cast("StudyDocument", Job(found))
+
+
+def _has_benchmarks(study: Mapping[str, Any], added: Mapping[str, Any]) -> bool:
+    """Whether a study file, the content `study`, has all benchmarks that the file with the content `added` adds."""
+    from search_spaces.study.file import Study, parse_benchmarks, with_benchmarks
+
+    try:
+        stored = Study.model_validate(study)
+        return with_benchmarks(stored, parse_benchmarks(added)).canonical() == stored.canonical()
+    except ValueError:  # a server of another version
+        return False
 
 
 def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Front]:
@@ -293,8 +317,14 @@ def pareto(study: str, *, prefer: Mapping[str, float] | None = None) -> Flow[Fro
         >>> [row["trial"] for row in client.pareto("5f0c...")["front"]]
         >>> client.pareto("5f0c...", prefer={"math": 0.6, "code": 0.4})["preferred"]["trial"]
     """
-    query = {} if prefer is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in prefer.items())}
+    weights = None if prefer is None else _plain(prefer)
+    query = {} if weights is None else {"prefer": ",".join(f"{name}={weight!r}" for name, weight in weights.items())}
     return Front((yield from document_of(Call("GET", path_of(study, "pareto"), query))))
+
+
+def _plain(prefer: Mapping[str, float]) -> dict[str, float]:
+    """Convert weights of objectives, which may be numbers of NumPy, to Python's floats, keyed by name."""
+    return {name: float(weight) for name, weight in prefer.items()}
 
 
 def report(study: Reference) -> Flow[str]:
@@ -683,7 +713,7 @@ def finished_export(
     Raises:
         ExportFailed: The server could not write the model.
     """
-    asked = {"trial": trial, "dtype": dtype, **({} if prefer is None else {"prefer": dict(prefer)})}
+    asked = {"trial": trial, "dtype": dtype, **({} if prefer is None else {"prefer": _plain(prefer)})}
     content = json.dumps(asked).encode()
     call = Call("POST", path_of(study, "exports"), {}, {"Content-Type": "application/json"}, content)
     export = cast("ExportDocument", (yield from document_of(call)))
@@ -691,7 +721,8 @@ def finished_export(
     while export["state"] not in ("COMPLETE", "FAIL"):
         yield pause_s
         pause_s = min(1.5 * pause_s, MAX_POLL_S)
-        export = cast("ExportDocument", (yield from document_of(Call("GET", path_of(study, "exports", export["id"])))))
+        call = Call("GET", path_of(study, "exports", export["id"]))
+        export = cast("ExportDocument", (yield from document_of(call, patience_s=PATIENCE_S)))
     if export["state"] == "FAIL":
         raise ExportFailed(f"trial {export['trial']} of study {study}: {export['reason'] or 'no reason was given'}")
     return export
@@ -725,7 +756,7 @@ def delete_export(study: str, export: str) -> Flow[None]:
     Examples:
         >>> client.delete_export("5f0c...", "e91b...")
     """
-    yield from respond(Call("DELETE", path_of(study, "exports", export)))
+    yield from delete_of(Call("DELETE", path_of(study, "exports", export)))
 
 
 def download(study: str, export: ExportDocument) -> Call:

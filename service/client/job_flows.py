@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
 from service.client import views
-from service.client.requests import Call, Flow, Reference, document_of, path_of, respond, submitted, text_of
+from service.client.requests import Attempts, Call, Flow, Reference, delete_of, document_of, path_of, submitted, text_of
 from service.client.views import Job, JobList
 from service.errors import Conflict, NotFound, RequestRefused, ServiceError
 from service.jobs.base import JobKind
@@ -44,6 +44,10 @@ __all__ = [
 NUM_NEWEST = 10
 # Characters of a text by which the server lists jobs.
 LONGEST_TEXT = 200
+
+PRECONDITION_FAILED = 412
+# Section and key of the study file for each option that `edit` changes; None: the whole section.
+OPTION_PLACES = {"max_trials": ("search", "max_trials"), "replicas": ("engine", "replicas"), "limits": ("limits", None)}
 
 
 def submit_job(
@@ -427,13 +431,51 @@ def edit(
     headers = {"Content-Type": "application/json", "If-Match": f'"{version}"'}
     query = {} if reason is None else {"reason": reason}
     call = Call("PATCH", path_of(job), query, headers, json.dumps(dict(changes)).encode())
+    attempts = Attempts()
+    try:
+        edited = yield from document_of(call, attempts=attempts)
+    except RequestRefused as error:
+        if error.status != PRECONDITION_FAILED or not attempts.may_have_arrived:
+            raise
+        found = yield from _if_edited(job, json.loads(json.dumps(dict(changes))))
+        if found is None:
+            raise
+        edited = found
     kind = {} if isinstance(job, str) else {"kind": job["kind"]}
-    return cast("JobDocument", Job({**kind, **(yield from document_of(call))}))
+    return cast("JobDocument", Job({**kind, **edited}))
+
+
+def _if_edited(job: Reference, changes: Mapping[str, Any]) -> Flow[dict[str, Any] | None]:
+    """Return the server's document of a job that has the values `changes`; None if the job has other values.
+
+    `changes` are plain data, as for the method `edit`.
+    """
+    labels = {name: value for name, value in changes.items() if name not in OPTION_PLACES}
+    options: dict[str, Any] = {}
+    for name in OPTION_PLACES.keys() & changes.keys():
+        section, key = OPTION_PLACES[name]
+        options[section] = changes[name] if key is None else {key: changes[name]}
+    found = yield from document_of(Call("GET", path_of(job)))
+    document: dict[str, Any] = {}
+    if options:
+        document = yield from document_of(Call("GET", path_of(job, _kind_of(job).document_link)))
+    return found if _has(found, labels) and _has(document, options) else None
+
+
+def _has(document: Any, values: Any) -> bool:
+    """Whether `document` has the given `values`; objects may have further keys."""
+    if isinstance(document, Mapping) and isinstance(values, Mapping):
+        return all(key in document and _has(document[key], value) for key, value in values.items())
+    return bool(document == values)
+
+
+def _kind_of(job: Reference) -> JobKind:
+    return SEARCH if isinstance(job, str) else kind_of(job["kind"])
 
 
 def clone(
     job: Reference,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] | Sequence[Mapping[str, Any]] | None = None,
     *,
     team: str | None = None,
     sharing: str | None = None,
@@ -445,7 +487,8 @@ def clone(
     Args:
         job: Id of a study, or a document that the server returned for a job of any kind.
         changes: Changes of the file as a JSON merge patch (RFC 7396): values replace the values of the same keys,
-            objects are merged, and None removes a key, so that the key's default holds.
+            objects are merged, and None removes a key, so that the key's default holds. Several patches are applied in
+            their order.
         team: Team of the copy; None means the only team for which you may submit jobs.
         sharing: Who may read the copy besides you and administrators: "private", "team" or "all"; None is "team".
 
@@ -458,9 +501,11 @@ def clone(
     Examples:
         >>> client.clone("5f0c...", {"name": "seed-2", "search": {"seed": 2}})
     """
-    kind = SEARCH if isinstance(job, str) else kind_of(job["kind"])
+    kind = _kind_of(job)
     document = yield from document_of(Call("GET", path_of(job, kind.document_link)))
-    return (yield from submit_job(kind.name, _patched(document, changes or {}), team=team, sharing=sharing))
+    for patch in [changes] if isinstance(changes, Mapping) else changes or ():
+        document = _patched(document, patch)
+    return (yield from submit_job(kind.name, document, team=team, sharing=sharing))
 
 
 def _patched(document: Mapping[str, Any], changes: Mapping[str, Any]) -> dict[str, Any]:
@@ -488,7 +533,7 @@ def delete(job: Reference) -> Flow[None]:
     Examples:
         >>> client.delete("5f0c...")
     """
-    yield from respond(Call("DELETE", path_of(job)))
+    yield from delete_of(Call("DELETE", path_of(job)))
 
 
 def log(job: Reference) -> Flow[str]:

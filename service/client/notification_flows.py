@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, cast
 from urllib.parse import quote
 
 from service.client.job_flows import me
-from service.client.requests import Call, Flow, document_of, respond
+from service.client.requests import Call, Flow, delete_of, document_of
 from service.errors import Conflict
 
 if TYPE_CHECKING:
@@ -75,7 +75,7 @@ def remove_webhook(webhook: str) -> Flow[None]:
     Examples:
         >>> client.remove_webhook("5f0c...")
     """
-    yield from respond(Call("DELETE", _path(webhook)))
+    yield from delete_of(Call("DELETE", _path(webhook)))
 
 
 def send_test(webhook: str) -> Flow[DeliveryDocument]:

@@ -1,7 +1,7 @@
 """HTTP requests that the client's generators yield, and functions that read the responses.
 
 A request is sent again if its connection was lost, unless the repetition could make a change twice. Submissions have an
-idempotency key, so they can be repeated.
+idempotency key, so they can be repeated. A request is also sent again if the server asks for it with Retry-After.
 """
 
 from __future__ import annotations
@@ -22,12 +22,17 @@ if TYPE_CHECKING:
     from service.schemas.api import JobDocument, ProblemDocument
 
 __all__ = [
+    "TOO_MANY_REQUESTS",
+    "AskedWaits",
+    "Attempts",
     "Call",
     "Flow",
     "Reference",
     "Response",
     "TransportError",
+    "delete_of",
     "document_of",
+    "no_server",
     "path_of",
     "path_of_link",
     "refusal",
@@ -38,7 +43,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-GATEWAY_TIMEOUT = 504
+NOT_FOUND, TOO_MANY_REQUESTS, UNAVAILABLE, GATEWAY_TIMEOUT = 404, 429, 503, 504
 
 # Pauses before the retries of a request whose connection was lost: in total long enough for a server to restart.
 RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
@@ -47,6 +52,9 @@ RETRY_PAUSES_S = (0.25, 0.5, 1.0, 2.0, 4.0)
 # client or for a proxy, and the pause before it is. The server checks a study for at most half an hour.
 CHECKS_S = 3600.0
 CHECK_PAUSE_S = 1.0
+
+# Seconds for which a request may wait because its sender has sent too many: quotas are numbers of requests a minute.
+QUOTA_WAIT_S = 60.0
 
 
 @dataclass(frozen=True)
@@ -89,6 +97,44 @@ class TransportError:
     reason: str
     was_cut: bool
     is_late: bool = False
+
+
+@dataclass
+class Attempts:
+    """What is known about the attempts to send a request.
+
+    If `may_have_arrived` is True, the response to an attempt was lost: the server may have done what the request asks.
+    """
+
+    may_have_arrived: bool = False
+
+
+class AskedWaits:
+    """Waits before a refused request `call` is sent again, as the server asks for them with Retry-After.
+
+    A request is sent again after status 429, because the server refuses it before it acts on it, and a GET request also
+    after 503. All waits together are at most as long as the limit on a user's requests (429) or the restart of a server
+    (503) takes, or `patience_s` seconds if that is longer.
+    """
+
+    def __init__(self, call: Call, *, patience_s: float = 0.0) -> None:
+        self._statuses = {TOO_MANY_REQUESTS, UNAVAILABLE} if call.method == "GET" else {TOO_MANY_REQUESTS}
+        self._patience_s = patience_s
+        self._waited_s = 0.0
+
+    def next_s(self, error: RequestRefused | InvalidAnswer) -> float:
+        """Seconds to wait before the request that was refused with `error` is sent again.
+
+        Raises `error` itself if the refusal is final, or if the waits would be too long.
+        """
+        if not isinstance(error, RequestRefused) or error.retry_after_s is None or error.status not in self._statuses:
+            raise error
+        limit_s = QUOTA_WAIT_S if error.status == TOO_MANY_REQUESTS else sum(RETRY_PAUSES_S)
+        wait_s = max(error.retry_after_s, RETRY_PAUSES_S[0])  # a server may ask for 0 s without end
+        self._waited_s += wait_s
+        if self._waited_s > max(limit_s, self._patience_s):
+            raise error
+        return wait_s
 
 
 Reference: TypeAlias = "str | JobDocument"
@@ -134,29 +180,33 @@ def refusal(response: Response) -> RequestRefused | InvalidAnswer:
         return RequestRefused(cast("ProblemDocument", known), float(after) if after.isdecimal() else None)
     if location := response.headers.get("location"):
         return InvalidAnswer(f"{response.url}: is redirected to {location}; give the server's own address")
-    return _no_server(response, f"status {response.status}")
+    return no_server(response, f"status {response.status}")
 
 
-def _no_server(response: Response, why: str) -> InvalidAnswer:
+def no_server(response: Response, why: str) -> InvalidAnswer:
+    """Build the error for a response that is not from a mergesearch server; `why` says how it differs."""
     start = repr(response.content[:80].decode("utf-8", errors="replace"))
     return InvalidAnswer(f"{response.url}: no mergesearch server answers there: {why}, {start}")
 
 
-def document_of(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[dict[str, Any]]:
+def document_of(
+    call: Call, *, repeats: bool = True, patience_s: float = 0.0, attempts: Attempts | None = None
+) -> Flow[dict[str, Any]]:
     """Generator that sends a request and returns the JSON object in the response.
 
-    If `repeats` is True, the request is sent again after a lost connection, and for `patience_s` seconds also if its
-    response takes too long.
+    If `repeats` is True, the request is sent again after a lost connection. For `patience_s` seconds, it is also sent
+    again if its response takes too long, or if the server asks for it. What is learned about the attempts is written to
+    `attempts`.
 
     Raises:
         InvalidAnswer: The response is no JSON object, or not from a mergesearch server.
         RequestRefused: The server refused the request.
         ServerUnreachable: No server answered.
     """
-    response = yield from respond(call, repeats=repeats, patience_s=patience_s)
+    response = yield from respond(call, repeats=repeats, patience_s=patience_s, attempts=attempts)
     document = _parsed(response)
     if not isinstance(document, dict):
-        raise _no_server(response, "no JSON object")
+        raise no_server(response, "no JSON object")
     return document
 
 
@@ -165,13 +215,35 @@ def text_of(call: Call) -> Flow[str]:
     return (yield from respond(call)).content.decode("utf-8", errors="replace")
 
 
-def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flow[Response]:
+def delete_of(call: Call) -> Flow[None]:
+    """Generator that sends a request which deletes a resource.
+
+    If the response to a first attempt was lost, a resource that does not exist (status 404) counts as deleted.
+
+    Raises:
+        RequestRefused: The server refused the request.
+        ServerUnreachable: No server answered.
+        InvalidAnswer: The response is not from a mergesearch server.
+    """
+    attempts = Attempts()
+    try:
+        yield from respond(call, attempts=attempts)
+    except RequestRefused as error:
+        if error.status != NOT_FOUND or not attempts.may_have_arrived:
+            raise
+
+
+def respond(
+    call: Call, *, repeats: bool = True, patience_s: float = 0.0, attempts: Attempts | None = None
+) -> Flow[Response]:
     """Generator that sends a request, repeats it after a lost connection, and returns the response (status 2xx).
 
     The request is sent again if the connection was lost or a proxy could not reach the server. A server that is
     unreachable at the first attempt is reported immediately. If `repeats` is False, the request is never sent again,
     because a second request would change the server a second time. For `patience_s` seconds, the request is also sent
-    again if its response took too long for the client or for a proxy (status 504).
+    again if its response took too long for the client or for a proxy (status 504). Refusals with which the server asks
+    to wait are waited for as the class AskedWaits describes, whatever `repeats` is. What is learned about the attempts
+    is written to `attempts`.
 
     Raises:
         RequestRefused: The server refused the request.
@@ -179,6 +251,8 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
         InvalidAnswer: The response is not from a mergesearch server.
     """
     pauses_s = iter(RETRY_PAUSES_S if repeats else ())
+    attempts = Attempts() if attempts is None else attempts
+    asked_waits = AskedWaits(call, patience_s=patience_s)
     is_first = True
     until = time.monotonic() + patience_s
     while True:
@@ -187,12 +261,18 @@ def respond(call: Call, *, repeats: bool = True, patience_s: float = 0.0) -> Flo
         if isinstance(outcome, Response):
             if 200 <= outcome.status < 300:
                 return outcome
-            error: Exception = refusal(outcome)
-            if isinstance(error, RequestRefused) or outcome.status < 500:
-                raise error
+            error: Exception = (refused := refusal(outcome))
+            if isinstance(refused, RequestRefused):
+                is_first = False
+                yield asked_waits.next_s(refused)
+                continue
+            if outcome.status < 500 and outcome.status != TOO_MANY_REQUESTS:
+                raise refused
             is_late = outcome.status == GATEWAY_TIMEOUT
+            attempts.may_have_arrived |= outcome.status >= 500
         else:
             error, is_late = ServerUnreachable(f"{outcome.url}: no answer: {outcome.reason}"), outcome.is_late
+            attempts.may_have_arrived |= outcome.was_cut or is_late
         if is_late and time.monotonic() < until:
             is_first = False
             yield CHECK_PAUSE_S

@@ -96,6 +96,13 @@ def test_standard_input_is_the_prompt(
     assert "--prompt: is empty" in capsys.readouterr().err
 
 
+def test_system_message_needs_a_chat(server: ApiServer, talk: Served, capsys: pytest.CaptureFixture[str]) -> None:
+    """A text is completed without a system message, so that --text and --system are refused together."""
+    assert chat(server, "3", "--prompt", "one", "--text", "--system", "be brief") == 2
+    assert "--system: --text completes the prompt alone, without a system message" in capsys.readouterr().err
+    assert talk.completer.requests == []
+
+
 def test_silent_standard_input_does_not_block() -> None:
     """A pipe that nobody writes to and nobody closes ends the command with an error within seconds."""
     reading, writing = os.pipe()

@@ -12,6 +12,7 @@ import torch
 from safetensors.torch import load_file
 
 from service.cli.remote import DEFAULT_SERVER, SERVER_VARIABLE
+from service.client import requests
 from service.cluster.queue import Choice, Reason, Waiting
 from service.cluster.reconciler import QueueState
 from service.results.documents import pareto, trial_document
@@ -195,6 +196,7 @@ def test_the_log_is_printed(
     assert terminal.shown("log", "finished") == "==> driver <==\nscored ü\n"
     assert terminal.document("log", finished) == {"log": "==> driver <==\nscored ü\n"}
     monkeypatch.setattr(site.cluster, "reason", "Ray is being started")
+    monkeypatch.setattr(requests, "RETRY_PAUSES_S", (0.01,))  # less than the server asks to wait
     assert terminal.refused("log", finished, code=1) == "Ray is being started"
 
 
@@ -349,6 +351,25 @@ def test_edit_and_clone_change_a_study(site: Site, terminal: ServerTerminal) -> 
     assert (copy["name"], search["seed"], search["algorithm"], search["max_trials"]) == ("copy", 5, "random", 99)
     code, _, err = terminal.run("clone", name, "--set", "search.seed", "--server", site.url)
     assert (code, "give OPTION=VALUE" in err) == (2, True), err
+
+
+def test_clone_makes_changes_in_their_order(site: Site, terminal: ServerTerminal) -> None:
+    """An option can be set below one that an earlier change removed, but not below a value that is no object."""
+    name = site.new_name()
+    site.create(name)
+    terminal.document("edit", name, "--max-samples", "5000", "--max-gpu-hours", "3")
+    copy = terminal.document(
+        "clone", name, "--name", "a", "--set", "limits=null", "--set", "limits.max_samples=7000", "--set", "name=b"
+    )
+    limits = site.store.job(copy["id"]).document["limits"]
+    assert (copy["name"], limits["max_samples"], limits["max_gpu_hours"]) == ("b", 7000, None)
+    copy = terminal.document("clone", name, "--set", 'limits={"max_samples": 8000}', "--set", "limits.max_gpu_hours=4")
+    limits = site.store.job(copy["id"]).document["limits"]
+    assert (limits["max_samples"], limits["max_gpu_hours"]) == (8000, 4)
+    for value in ("1", '"one"', "[1]"):
+        assert terminal.refused("clone", name, "--set", f"search.seed={value}", "--set", "search.seed.x=2") == (
+            f"--set search.seed.x=2: search.seed has no keys after --set search.seed={value}; leave one of them out"
+        )
 
 
 def test_invalidate_marks_a_trial(site: Site, finished: str, terminal: ServerTerminal) -> None:

@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from tests.service.api.harness import finished_finetune, stored_finetune
+import pytest
+
+from service.cli.main import main
+from tests.service.api.harness import ApiServer, finished_finetune, stored_finetune
 from tests.service.cli.terminals import ServerTerminal
 from tests.service.client.test_finetunes import specification
 from tests.service.site import Site
@@ -58,6 +61,15 @@ def test_a_finished_one_is_shown_watched_and_exported(site: Site, terminal: Serv
     assert "--dtype and --prefer are for trials of studies" in refused
     for verb in ("trials", "pareto"):
         assert "is a fine-tuning, which has no trials" in terminal.refused(verb, name)
+
+
+def test_report_link_has_the_path_prefix_once(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Behind a proxy that serves the server below a path, the printed link leads to the report."""
+    with ApiServer(tmp_path, prefix="/merge") as server:
+        record = finished_finetune(server.store, tmp_path)
+        assert main(["watch", record.id, "--server", f"{server.url}/merge"]) == 0
+        out = capsys.readouterr().out
+    assert f"report: {server.url}/merge/v1/finetunes/{record.id}/report\n" in out
 
 
 def test_one_that_failed_says_why(site: Site, terminal: ServerTerminal) -> None:

@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import yaml
@@ -26,6 +27,7 @@ from service.client import (
     ServerUnreachable,
     flows,
     job_flows,
+    requests,
 )
 from service.errors import Conflict, NotFound
 from service.results.documents import pareto, trial_document
@@ -407,6 +409,7 @@ def test_the_log_is_text_and_away_with_ray(
 ) -> None:
     assert ask("log", finished) == "==> driver <==\nscored ü\n"
     monkeypatch.setattr(site.cluster, "reason", "Ray is being started")
+    monkeypatch.setattr(requests, "RETRY_PAUSES_S", (0.01,))  # less than the server asks to wait
     with pytest.raises(RequestRefused, match=r"^Ray is being started$") as refused:
         ask("log", finished)
     assert refused.value.status == 503
@@ -507,6 +510,13 @@ def test_an_exported_model_is_the_trial_that_was_named(site: Site, finished: str
     with pytest.raises(Conflict, match=f"{out}: exists already"):
         ask("export", finished, 1, out)
     assert [path.name for path in tmp_path.iterdir()] == ["merged"]
+
+
+def test_weights_may_be_numbers_of_numpy(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:
+    for weight in (np.float64(1.0), np.float32(1.0), np.int64(1)):
+        assert ask("pareto", finished, prefer={"sums": weight})["preferred"]["trial"] == 7
+        out = ask("export", finished, "best", tmp_path / type(weight).__name__, prefer={"sums": weight})
+        assert (out / "recipe.json").exists()
 
 
 def test_weights_pick_the_trial_that_is_exported(site: Site, finished: str, ask: Asker, tmp_path: Path) -> None:

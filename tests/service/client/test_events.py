@@ -136,9 +136,10 @@ def test_reconnections_have_growing_pauses() -> None:
 def test_pauses_start_anew_once_the_server_was_heard() -> None:
     events = reader()
     read(events, happened(3))
-    assert max(events.pause_s(answered(200)) for _ in range(8)) > 1
+    ended = answered(200, None, **{"content-type": "text/event-stream; charset=utf-8"})
+    assert max(events.pause_s(ended) for _ in range(8)) > 1
     read(events, b": still here\n\n")
-    assert events.pause_s(answered(200)) <= 0.2
+    assert events.pause_s(ended) <= 0.2
 
 
 def test_a_server_that_asks_to_wait_is_given_that_time() -> None:
@@ -147,6 +148,22 @@ def test_a_server_that_asks_to_wait_is_given_that_time() -> None:
     problem = {"type": "about:blank", "title": "Unavailable", "status": 503, "detail": "Ray is away"}
     assert events.pause_s(answered(503, problem, **{"retry-after": "5"})) == 5
     assert events.pause_s(answered(503, problem, **{"retry-after": "3600"})) == MAX_PAUSE_S
+
+
+def test_too_many_requests_are_waited_for() -> None:
+    """Status 429 is waited for as the server asks, also at the first request, until patience ends."""
+    problem = {"type": "about:blank", "title": "Too Many", "status": 429, "detail": "all 3 of 3 requests are used"}
+    clock = Clock()
+    events = reader(clock=clock)
+    for _ in range(3):
+        wait_s = events.pause_s(answered(429, problem, **{"retry-after": "20"}))
+        assert wait_s == 20
+        clock.now += wait_s
+    with pytest.raises(RequestRefused, match="all 3 of 3 requests are used"):
+        events.pause_s(answered(429, problem, **{"retry-after": "20"}))
+    read(events, happened(3))
+    assert events.pause_s(answered(429, problem, **{"retry-after": "20"})) == 20
+    assert events.pause_s(answered(429)) <= MAX_PAUSE_S  # a proxy's
 
 
 def test_a_refusal_ends_the_reading() -> None:
@@ -158,6 +175,14 @@ def test_a_refusal_ends_the_reading() -> None:
     assert refused.value.status == 404
     with pytest.raises(InvalidAnswer, match="is redirected to https://elsewhere"):
         events.pause_s(answered(301, location="https://elsewhere"))
+
+
+def test_what_is_no_event_stream_is_not_read_again() -> None:
+    events = reader()
+    read(events, happened(3))
+    for headers in ({"content-type": "text/html"}, {"content-type": "application/json"}, {}):
+        with pytest.raises(InvalidAnswer, match="no mergesearch server answers there: no event stream"):
+            events.pause_s(answered(200, None, **headers))
 
 
 def test_events_need_a_study() -> None:

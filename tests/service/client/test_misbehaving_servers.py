@@ -19,13 +19,14 @@ import pytest
 from service.client import (
     AsyncClient,
     Client,
+    Event,
     ExportFailed,
     InvalidAnswer,
     ServerUnreachable,
     requests,
     transport,
 )
-from service.errors import NotFound
+from service.errors import NotFound, RequestRefused
 from tests.service.client.asker import Asker
 from tests.service.http_server import HttpServer
 from tests.service.site import Site
@@ -128,6 +129,28 @@ def test_what_is_no_mergesearch_server_is_told_so(ask: Asker, answer: Any, messa
         ask.at(url)("study", "c0ffee")
 
 
+def test_page_is_no_stream_of_events(ask: Asker) -> None:
+    """An address that responds to every request with a page is told so, and not asked again and again."""
+
+    async def awaited(url: str) -> list[Event]:
+        async with AsyncClient(url) as client:
+            return [event async for event in client.all_events()]
+
+    def all_events(url: str) -> list[Event]:
+        if ask.kind == "awaited":
+            return asyncio.run(awaited(url))
+        with Client(url) as client:
+            return list(client.all_events())
+
+    page = (200, {"content-type": "text/html"}, b"<html>hello")
+    with scripted(page) as (app, url), pytest.raises(InvalidAnswer, match="no event stream, '<html>hello'"):
+        list(ask.at(url).events("c0ffee"))
+    assert len(app.requests) == 1
+    with scripted(page) as (app, url), pytest.raises(InvalidAnswer, match="no event stream, '<html>hello'"):
+        all_events(url)
+    assert len(app.requests) == 1
+
+
 @pytest.mark.usefixtures("quick")
 def test_a_proxy_without_a_server_behind_it_is_asked_again(ask: Asker) -> None:
     with scripted((502, {}, b"bad gateway"), (200, JSON, b'{"id": "a"}')) as (app, url):
@@ -139,6 +162,54 @@ def test_a_proxy_without_a_server_behind_it_is_asked_again(ask: Asker) -> None:
     ):
         ask.at(url)("study", "c0ffee")
     assert len(app.requests) == 3
+
+
+PROBLEM = {"content-type": "application/problem+json"}
+
+
+def busy(status: int, retry_after: str = "0") -> tuple[int, dict[str, str], bytes]:
+    """A server's refusal that asks for a request some seconds later."""
+    problem = {"type": "about:blank", "title": "", "status": status, "detail": f"busy {status}"}
+    return status, {**PROBLEM, "retry-after": retry_after}, json.dumps(problem).encode()
+
+
+@pytest.mark.usefixtures("quick")
+def test_refusal_with_retry_after_is_waited_for(ask: Asker) -> None:
+    """Reading waits for 429 and 503; a change waits for 429, which is refused before the server acts on it."""
+    found = (200, JSON, b'{"id": "a"}')
+    for refused in (busy(429), busy(503), (429, {}, b"too many for the proxy")):
+        with scripted(refused, found) as (app, url):
+            assert ask.at(url)("study", "c0ffee") == {"id": "a"}
+            assert len(app.requests) == 2
+    with scripted(busy(429), found) as (app, url):
+        assert ask.at(url)("cancel", "c0ffee") == {"id": "a"}
+        assert len(app.requests) == 2
+    with scripted(busy(503), found) as (app, url), pytest.raises(RequestRefused, match="busy 503"):
+        ask.at(url)("cancel", "c0ffee")
+    assert len(app.requests) == 1
+
+
+def test_waits_that_a_server_asks_for_have_an_end(ask: Asker, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(requests, "RETRY_PAUSES_S", (1 / 64, 3 / 64))
+    monkeypatch.setattr(requests, "QUOTA_WAIT_S", 6 / 64)
+    for status, num_requests in ((429, 7), (503, 5)):
+        with scripted(busy(status)) as (app, url), pytest.raises(RequestRefused, match=f"busy {status}"):
+            ask.at(url)("study", "c0ffee")
+        assert len(app.requests) == num_requests
+        with scripted(busy(status, "3600")) as (app, url), pytest.raises(RequestRefused, match=f"busy {status}"):
+            ask.at(url)("study", "c0ffee")
+        assert len(app.requests) == 1
+
+
+@pytest.mark.usefixtures("quick")
+def test_export_outlasts_refusals_for_a_time(ask: Asker, tmp_path: Path) -> None:
+    """Neither too many requests nor a database that is away for a moment ends an export, wherever they meet it."""
+    begun, written, tar = export_answers(("m/config.json", b"{}"), num_bytes=2)
+    answers = [busy(429), begun, busy(429), busy(503), busy(503), busy(503), written, busy(503), busy(429), tar]
+    with scripted(*answers) as (app, url):
+        ask.at(url)("export", "c0ffee", 3, tmp_path / "merged")
+        assert len(app.requests) == len(answers)
+    assert (tmp_path / "merged" / "config.json").read_bytes() == b"{}"
 
 
 @contextmanager
@@ -271,6 +342,22 @@ def test_an_export_is_waited_for_and_then_downloaded(ask: Asker, tmp_path: Path)
         ("GET", "/v1/studies/c0ffee/exports/e1/download"),
     ]
     assert (tmp_path / "merged" / "config.json").read_bytes() == b"{}"
+
+
+def test_every_request_of_an_export_has_the_token(tmp_path: Path) -> None:
+    """The token that a client was given is sent with the download too."""
+
+    async def awaited(url: str) -> None:
+        async with AsyncClient(url, token="mst_given") as client:
+            await client.export("c0ffee", 3, tmp_path / "awaited")
+
+    with scripted(*export_answers(("m/config.json", b"{}"), num_bytes=2)) as (app, url):
+        asyncio.run(awaited(url))
+        assert [headers.get("authorization") for _, _, headers in app.requests] == ["Bearer mst_given"] * 3
+    with scripted(*export_answers(("m/config.json", b"{}"), num_bytes=2)) as (app, url):
+        with Client(url, token="mst_given") as client:
+            client.export("c0ffee", 3, tmp_path / "blocking")
+        assert [headers.get("authorization") for _, _, headers in app.requests] == ["Bearer mst_given"] * 3
 
 
 @pytest.mark.parametrize(
