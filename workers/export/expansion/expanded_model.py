@@ -50,13 +50,6 @@ class Expansion:
         return self.own != self.form or self.vocabulary_of is not self.model
 
     @property
-    def is_converted(self) -> bool:
-        """Whether more than the sizes change."""
-        sizes_alone = Form(self.shape, self.own.kind, self.own.in_layer, self.own.rms_norm_eps, self.own.rotary)
-        same_heads = self.own.shape.head_size == self.shape.head_size
-        return sizes_alone != self.form or not same_heads or self.vocabulary_of is not self.model
-
-    @property
     def itemsize(self) -> int:
         """Bytes of an element of the widest dtype that the model stores."""
         return max(DTYPE_BYTES[info.dtype] for info in self.model.stored)

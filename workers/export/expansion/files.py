@@ -100,14 +100,13 @@ def _check_space(out_dir: Path, needed: int) -> None:
 
 
 def _key(expansion: Expansion) -> str:
-    """Digest of what decides the content: the model's files, their sizes and times, the form, and our version."""
-    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in expansion.model.files]
+    """Digest of what decides the content: the weights' files, their sizes and times, all small files, and the form."""
+    model = expansion.model
+    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in model.files]
     form = expansion.form
-    converted = [form.kind, form.in_layer, form.rms_norm_eps, form.rotary.stated]
-    converted.append(tokenizer_digest(expansion.vocabulary_of.tokenizer_dir))
-    return digest_of(
-        [files, str(expansion.shape), version("mergesearch"), *(converted if expansion.is_converted else [])]
-    )
+    digests = [tokenizer_digest(directory) for directory in (model.directory, expansion.vocabulary_of.tokenizer_dir)]
+    computed = [form.kind, form.in_layer, form.rms_norm_eps, form.rotary.stated]
+    return digest_of([files, str(expansion.shape), *computed, *digests, version("mergesearch")])
 
 
 def _is_written(out: Path, expansion: Expansion) -> bool:

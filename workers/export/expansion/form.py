@@ -12,6 +12,7 @@ from workers.errors import InvalidModel
 from workers.export.expansion.rotary import ROTARY_SETTINGS, Rotary, common_rotary
 from workers.models.checkpoints import Checkpoint
 from workers.models.compatibility import structure
+from workers.models.config import of_each_layer
 from workers.models.vocabulary import token_ids
 
 __all__ = ["AXES", "HEAD", "WITHOUT_HEAD_DIM", "Form", "Shape", "common_form", "end_of"]
@@ -213,9 +214,12 @@ def _problems(models: Mapping[str, Checkpoint], tokens_of: str | None) -> Iterat
     ids = token_ids(first.tokenizer_dir)
     for model in models.values():
         where = str(model.directory)
-        if len(layers := sorted(set(model.settings.get("layer_types") or ()))) > 1:
+        layers = sorted(set(of_each_layer(model.config, model.layout.num_layers).get("layer_types", ())))
+        if len(layers) > 1:
             yield f"{where}: layer_types has {' and '.join(layers)}; in paths all layers must be of one kind"
         found = _settings(model, free)
+        if len(kinds) > 1 and (window := found.get("sliding_window")) is not None:
+            yield f"{where}: attends to windows of {window} tokens, and a Llama to all; expected no sliding_window"
         for name in sorted(wanted.keys() | found.keys()):
             if found.get(name) != wanted.get(name):
                 yield (

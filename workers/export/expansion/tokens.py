@@ -2,7 +2,8 @@
 
 A token that a model has, by the bytes of its text, keeps its row. The row of another token is the mean of the rows of
 the tokens that its text is divided into, as in fast vocabulary transfer (arXiv:2402.09977). The division takes the
-longest token at each place. The tokens for the beginning and end of texts and for padding correspond by their role.
+longest token at each place. Tokens that are not part of texts, such as that for the end of a text, correspond by their
+name or, without one of the same name, by their role.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ from workers.models.tokenizers import load_tokenizer
 
 __all__ = ["Rows", "Tokens", "rows_for"]
 
-ROLES = ("bos_token_id", "eos_token_id", "pad_token_id", "unk_token_id")
+# The role that comes first decides which token corresponds to one with several roles.
+ROLES = ("eos_token_id", "bos_token_id", "pad_token_id", "unk_token_id")
 BYTE = re.compile("<0x([0-9A-F]{2})>")
 SPACE = "\u2581"  # stands for a space in tokenizers that are not made of bytes
 
@@ -104,7 +106,8 @@ class Rows:
 
 def rows_for(wanted: Tokens, own: Tokens, num_rows: int) -> Rows:
     """The rows of a model with the tokens `own` for the tokens `wanted`, whose ids are below `num_rows`."""
-    roles = {number: own.roles[role] for role, number in wanted.roles.items() if role in own.roles}
+    common = [role for role in ROLES if role in wanted.roles and role in own.roles]
+    roles = {wanted.roles[role]: own.roles[role] for role in reversed(common)}
     sources: list[tuple[int, ...]] = []
     num_equal = 0
     for number in range(num_rows):
@@ -113,7 +116,7 @@ def rows_for(wanted: Tokens, own: Tokens, num_rows: int) -> Rows:
             sources.append(())
             continue
         names = own.by_name if number in wanted.special else own.by_text
-        equal = roles.get(number, names.get(text))
+        equal = names.get(text, roles.get(number))
         num_equal += equal is not None
         sources.append((equal,) if equal is not None else tuple(own.pieces(text)))
     return Rows(tuple(sources), num_equal)

@@ -117,6 +117,10 @@ def test_a_model_of_the_common_form_stays_where_it_is(tmp_path: Path) -> None:
     written = file.stat().st_mtime_ns
     assert expand(models, tmp_path / "out") == first
     assert file.stat().st_mtime_ns == written
+    (tmp_path / "small" / "chat_template.jinja").write_text("{{ messages }}")
+    with pytest.raises(FileExistsError, match="small: exists and is not this model"):
+        expand(models, tmp_path / "out")
+    (tmp_path / "small" / "chat_template.jinja").unlink()
     (tmp_path / "out" / "small" / "expansion.json").write_text(json.dumps({"key": "another"}))
     with pytest.raises(FileExistsError, match="small: exists and is not this model, expanded to this form"):
         expand(models, tmp_path / "out")
@@ -131,6 +135,12 @@ def test_a_model_of_the_common_form_stays_where_it_is(tmp_path: Path) -> None:
         (("llama", "qwen3"), {}, "model_type is 'qwen3'; {first} has 'llama'"),
         (("llama", "llama"), {"hidden_act": "relu"}, "hidden_act is 'relu'; {first} has 'silu'"),
         (("qwen2", "mistral"), {"sliding_window": 8}, "sliding_window is 8; {first} has None"),
+        (("llama", "mistral"), {"sliding_window": 8}, "attends to windows of 8 tokens, and a Llama to all"),
+        (
+            ("qwen2", "qwen2"),
+            {"use_sliding_window": True, "sliding_window": 8, "max_window_layers": 2, "layer_types": None},
+            "layer_types has full_attention and sliding_attention",
+        ),
         (
             ("llama", "qwen2"),
             {"rope_parameters": {"rope_type": "dynamic", "rope_theta": 500.0, "factor": 2.0}},

@@ -58,6 +58,15 @@ def test_a_text_is_divided_into_the_longest_tokens(pieces: Tokens) -> None:
     assert pieces.pieces(b"</s>") == []
 
 
+def test_special_tokens_correspond_by_name_before_role() -> None:
+    """A token with several roles has the row of the same token, or of that with its first role: the end of a text."""
+    chat = Tokens({0: b"<end>", 1: b"a"}, frozenset({0}), {"eos_token_id": 0, "pad_token_id": 0, "unk_token_id": 0})
+    same = Tokens({5: b"<pad>", 6: b"<end>"}, frozenset({5, 6}), {"eos_token_id": 6, "pad_token_id": 5})
+    other = Tokens({3: b"<pad>", 4: b"</s>", 7: b"?"}, frozenset({3, 4, 7}), {"eos_token_id": 4, "unk_token_id": 7})
+    assert rows_for(chat, same, 1).sources == ((6,),)
+    assert rows_for(chat, other, 1).sources == ((4,),)
+
+
 def test_rows_are_copies_or_means() -> None:
     matrix = torch.arange(8.0).view(4, 2).to(torch.bfloat16)
     found = Rows(((2,), (0, 3), ()), 1).of(matrix)

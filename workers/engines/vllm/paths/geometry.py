@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from workers.models.config import of_each_layer
 from workers.models.family import ResolvedFamily
 
 __all__ = ["PATH_TYPES", "path_problems", "path_settings"]
@@ -40,7 +41,8 @@ def path_problems(sources: ResolvedFamily) -> list[str]:
             f"{', '.join(PATH_TYPES)}"
         )
         return problems
-    if len(kinds := sorted(set(base.get("layer_types") or ()))) > 1:
+    kinds = sorted(set(of_each_layer(sources.base.config, sources.layout.num_layers).get("layer_types", ())))
+    if len(kinds) > 1:
         problems.append(
             f"{sources.base.directory}: layer_types has {' and '.join(kinds)}; in paths all layers must be of one kind"
         )

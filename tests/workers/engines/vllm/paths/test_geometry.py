@@ -46,6 +46,9 @@ def test_layers_of_several_kinds_are_refused(tmp_path: Path) -> None:
     family = tiny_family(tmp_path, build=tiny_qwen2, experts=("math",), **settings)
     (problem,) = path_problems(changed(family, "base"))
     assert "layer_types has full_attention and sliding_attention; in paths all layers must be of one kind" in problem
+    file = tmp_path / "base" / "config.json"  # transformers computes what a file leaves out
+    file.write_text(json.dumps({k: v for k, v in json.loads(file.read_text()).items() if k != "layer_types"}))
+    assert path_problems(changed(family, "base")) == [problem]
 
 
 @pytest.mark.parametrize("model_type", ["gemma2", "qwen2_moe"])
