@@ -86,6 +86,11 @@ class ResolvedStudy:
     dtype: str | None = field(default=None, compare=False)
     gpu_share_left: float = field(default=0.0, compare=False)
 
+    @property
+    def task_digests(self) -> frozenset[str]:
+        """Digests of all tasks, for search and holdout data."""
+        return frozenset((*self.tasks.values(), *self.holdout_tasks.values()))
+
     def to_json(self) -> dict[str, Any]:
         """Convert the resolved study to the JSON document that is stored with the study.
 

@@ -159,7 +159,9 @@ class TaskSpec:
     - `num_fewshot`: the number of examples in a prompt; with None, the task chooses the number
     - `max_tokens`: the longest completion, in tokens, of an lm-eval task that generates; with None, the task chooses it
     - `until`: the strings at which a completion of an lm-eval task ends; with None, the task chooses them
-    - `content`: the sha256 of the data file, if there is a data file, so that changed data is detected
+    - `content`: a digest of the task's files, so that changed data is detected; None for a task with a registered name.
+      For a YAML file it is "files:" and the digest of the file and of all files that it reads, or, in studies of
+      earlier versions, the sha256 of the YAML file alone; for other data it is a sha256
     - `permutation_seed`: fixes the order of the samples: position i is the same sample in every replica and every study
     - `template`: a Jinja template of the prompts that replaces the task's own template; with None, the task's own
       template is used

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from collections.abc import Collection, Mapping
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +63,8 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
     the study. If a list is None, it allows every file. The study's other tasks are not checked again. Only the
     tokenizer of the study's models is read. Raises InvalidStudy with every problem, each with its place in `document`.
     """
-    study, before = Study.model_validate(document), ResolvedStudy.of(stored).access
+    study, resolved = Study.model_validate(document), ResolvedStudy.of(stored)
+    before = resolved.access
     of_benchmarks = {place: file for place, file in task_files(study) if place.startswith("benchmarks.")}
     found = {place: file_path_problem(file) for place, file in of_benchmarks.items()}
     _refuse(found | {place: model_path_problem(model) for place, model in attack_models(study)})
@@ -76,13 +78,14 @@ def check_added(document: Mapping[str, Any], stored: JobRecord, access: FileAcce
         tasks, infos = check_tasks(specs, "benchmarks", study, problems, is_new=True, access=access)
         benchmarks_of(study, tasks, infos, problems)
         if not problems:
-            pinned = with_revisions(study, ResolvedStudy.of(stored)).models
+            pinned = with_revisions(study, resolved).models
             sources = locate_family(pinned.base, pinned.named).resolve(tokenizer=pinned.tokenizer)
             check_prompts(study, sources.result_dir, problems)
         if problems:
             raise InvalidStudy(tuple(problems))
         seed, known = study.search.seed, unsearched_names(Study.model_validate(stored.document))
-        search = {s.name: task_spec(s, seed=seed, access=before) for s in study.scored_objectives.values()}
+        made = partial(task_spec, seed=seed, access=before, stored=resolved.task_digests)
+        search = {spec.name: made(spec) for spec in study.scored_objectives.values()}
         check_overlaps(study, search, {"benchmarks": tasks}, accepted=known)
     except InvalidStudy:
         raise

@@ -167,7 +167,7 @@ def _spans(study: Study, resolved: ResolvedStudy, samples: Sequence[SampleResult
         count = next(position for position in itertools.count() if position not in scored)
         if not count:
             continue
-        task = task_spec(spec, seed=study.search.seed, access=resolved.access)
+        task = task_spec(spec, seed=study.search.seed, access=resolved.access, stored=resolved.task_digests)
         if task.digest != resolved.holdout_tasks.get(spec.name):
             raise Conflict(f"holdout {spec.name!r}: its task has changed since the study, so scores do not compare")
         spans.append(Span(spec.name, task, 0, count))

@@ -26,11 +26,13 @@ from service.store.artifacts import ArtifactStore
 from service.store.documents import WARM_START, WarmStart, read_warm_start
 from service.studies.chains import OpenStudy
 from service.studies.preflight.result import PreflightResult
+from service.studies.preflight.tasks import earlier_form
 from service.tune.feasibility import Feasibility
 from service.tune.plan import Plan
 from service.tune.samples.sample_cache import SampleCache
 from service.tune.searchers.base import Observation
 from service.types import JobRecord, JobState, Origin, TrialRecord, TrialState
+from workers.types import TaskSpec
 
 __all__ = ["check_warm_start", "with_warm_start"]
 
@@ -230,19 +232,28 @@ def _check_same(preflight: PreflightResult, record: JobRecord) -> None:
     ]
     if _weights(other) != _weights(study):
         differing.append("search.preferences")
+    digests = {name: _digest(spec, theirs.tasks.get(name)) for name, spec in preflight.tasks.search.items()}
     differing += _differing(
         "objective",
         {o.name: _meaning(o, theirs.tasks) for o in theirs.objectives},
-        {
-            o.name: _meaning(o, {name: spec.digest for name, spec in preflight.tasks.search.items()})
-            for o in preflight.tasks.objectives
-        },
+        {o.name: _meaning(o, digests) for o in preflight.tasks.objectives},
     )
     if differing:
         raise Conflict(
             f"study {record.name!r}: its results cannot be used here, because these differ: {', '.join(differing)}; a "
             "warm start needs the same models, search space and objectives"
         )
+
+
+def _digest(task: TaskSpec, stored: str | None) -> str:
+    """Digest of `task` for a comparison with `stored`, the digest that an earlier study stored for its task.
+
+    If an earlier version of the program stored it, the result has the form of that version.
+    """
+    if stored in (None, task.digest):
+        return task.digest
+    earlier = earlier_form(task).digest
+    return earlier if earlier == stored else task.digest
 
 
 def _differing(what: str, theirs: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:

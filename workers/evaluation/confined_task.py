@@ -23,7 +23,7 @@ from workers.evaluation.available_confinement import available_confinement
 from workers.evaluation.built_tasks import Answers, BuiltTask, Document, PromptSettings, Subtask, permutation
 from workers.evaluation.confinement import Confinement, system_paths
 from workers.evaluation.execution import Executor
-from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, is_file, prepare
+from workers.evaluation.lm_eval_tasks import OUTPUT_TYPES, check_content, is_file, prepare
 from workers.evaluation.metric_process import SAMPLE_LIMIT_S, TASK_LIMIT_S, TaskProcess
 from workers.evaluation.right_answers import RightAnswer
 from workers.evaluation.system_calls import ConfinementUnavailable
@@ -152,7 +152,8 @@ class ConfinedTask(TaskProcess):
         offline = {"HF_HUB_OFFLINE": "1", "HF_DATASETS_OFFLINE": "1", "HF_HOME": f"{place}/huggingface"}
         spec = self._spec
         if isinstance(spec.task, str) and is_file(spec.task):
-            spec = replace(spec, task=str(local_file(spec.task).absolute()), access=None)
+            # Its content is checked in this process: the sandboxed process may not read all files of the task.
+            spec = replace(spec, task=str(local_file(spec.task).absolute()), access=None, content=None)
         self._start(
             ConfinedStart(self._confinement, spec, self._data, self._prepared.index),
             environment={**environment, **offline, "HOME": place, "TMPDIR": place, "PYTHONDONTWRITEBYTECODE": "1"},
@@ -163,6 +164,7 @@ class ConfinedTask(TaskProcess):
         return self._receive("built", self._task_limit_s)
 
     def _start_again(self) -> None:
+        check_content(self._spec)
         try:
             self._begin()
             if self._settings is not None:

@@ -23,6 +23,7 @@ from workers.evaluation.built_tasks import Answers, BuiltTask, Subtask, permutat
 from workers.evaluation.inline_files import InlineRow, read_inline
 from workers.evaluation.metrics import results_of
 from workers.evaluation.sample_metrics import ACCURACY, LENGTH, METRICS, PER_SAMPLE_FORMS, names_for
+from workers.evaluation.task_files import files_digest
 from workers.evaluation.task_index import (
     IndexNeeded,
     PlainIndex,
@@ -45,11 +46,13 @@ __all__ = [
     "LoadedTasks",
     "Prepared",
     "build",
+    "check_content",
     "content_hash",
     "inline_rows",
     "inline_template",
     "is_file",
     "prepare",
+    "yaml_content",
 ]
 
 FEWSHOT_SEED = 1234  # lm-eval's default, so that few-shot prompts are those of its command line
@@ -57,6 +60,10 @@ EXACT_MATCH, PASS_AT = "exact_match", "pass@"  # the metrics of inline tasks, wi
 MEANS = ("mean", "nanmean")
 YAML = (".yaml", ".yml")
 OUTPUT_TYPES = ("generate_until", "loglikelihood", "multiple_choice")
+
+# The beginning of contents that are digests of all files of a YAML task. Earlier versions stored the sha256 of the YAML
+# file alone, without this beginning; their studies keep it.
+OF_FILES = "files:"
 
 # The names that a limit of tokens has in lm-eval's generation arguments, the last of those given counts.
 MAX_TOKENS = ("max_tokens", "max_new_tokens", "max_gen_toks")
@@ -170,6 +177,41 @@ def content_hash(file: str | Path) -> str:
         raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
 
 
+def yaml_content(file: str, access: FileAccess | None) -> str:
+    """The content of the task of an lm-eval YAML file: a digest of the file and of all files that it reads.
+
+    `file` is a path or URL. `access` limits the files that may be read; None means no limit. The function
+    `task_files.files_digest` lists the files. Raises InvalidTask if a file cannot be read.
+    """
+    if access is not None and (reason := access.refusal(file)):
+        raise InvalidTask(reason)
+    _quieten()
+    place, access = _place_of(file, access)
+    try:
+        place.open("rb").close()
+    except OSError as error:
+        raise InvalidTask(f"{file}: cannot be read ({error.strerror})") from error
+    return f"{OF_FILES}{files_digest(place, access)}"
+
+
+def check_content(spec: TaskSpec) -> None:
+    """Raise InvalidTask if files of the task `spec` have changed since `spec.content` was computed.
+
+    A task with a registered name, which has no content, is not checked.
+    """
+    if spec.content is None:
+        return
+    file = _label(spec)
+    if spec.content.startswith(OF_FILES):
+        if yaml_content(file, spec.access) != spec.content:
+            raise InvalidTask(
+                f"{file}: this file or one of the files that it reads has changed since the study was planned; restore "
+                "the files or start a new study"
+            )
+    elif content_hash(file) != spec.content:
+        raise InvalidTask(f"{file}: has changed since the study was planned; restore it or start a new study")
+
+
 def _quieten() -> None:
     """Silence lm-eval's warnings about default settings, and progress bars of lm-eval and the package `datasets`."""
     import lm_eval.api.task
@@ -201,7 +243,7 @@ def inline_rows(spec: TaskSpec) -> list[InlineRow]:
     if int(spec.task.get("max_tokens", 64)) < 1:
         raise InvalidTask(f"task {label}: max_tokens is {spec.task['max_tokens']}; give at least 1", "task.max_tokens")
     _check_access(spec, spec.task["file"])
-    _check_content(spec, spec.task["file"])
+    check_content(spec)
     rows = read_inline({**spec.task, "prompt": inline_template(spec)})
     if (spec.num_fewshot or 0) >= len(rows):
         message = f"task {label}: num_fewshot {spec.num_fewshot} needs more than its {len(rows)} samples"
@@ -244,11 +286,6 @@ def _check_metric_of_inline_task(spec: TaskSpec, task: Mapping[str, Any], label:
 def _check_access(spec: TaskSpec, file: str | Path) -> None:
     if spec.access is not None and (reason := spec.access.refusal(file)):
         raise InvalidTask(reason)
-
-
-def _check_content(spec: TaskSpec, file: str | Path) -> None:
-    if spec.content is not None and content_hash(file) != spec.content:
-        raise InvalidTask(f"{file}: has changed since the study was planned; restore it or start a new study")
 
 
 def _inline_task(name: str, rows: Sequence[InlineRow], task: Mapping[str, Any], spec: TaskSpec) -> Any:
@@ -324,12 +361,10 @@ def _from_name(name: str, loading: Loading) -> dict[str, Any]:
 
 def _from_yaml(name: str, spec: TaskSpec, loading: Loading) -> dict[str, Any]:
     _check_access(spec, name)
-    file, access = local_file(name).absolute(), spec.access
+    file, access = _place_of(name, spec.access)
     if not file.is_file():
         raise InvalidTask(f"task {str(file)!r}: no such file")
-    _check_content(spec, name)
-    if is_object_url(name):  # the folder of its download may be read; Python functions in it are not trusted
-        access = (access or FileAccess((os.sep,))).allowing([str(file.parent)])
+    check_content(spec)
     try:
         with loading(file.parent, access):  # data files are relative to the task file, not to the process's directory
             return _load_yaml(file)
@@ -337,6 +372,18 @@ def _from_yaml(name: str, spec: TaskSpec, loading: Loading) -> dict[str, Any]:
         task_index()
     with loading(file.parent, access):
         return _load_yaml(file)
+
+
+def _place_of(name: str, access: FileAccess | None) -> tuple[Path, FileAccess | None]:
+    """The path on this machine of the YAML file `name`, a path or URL, and the files that its task may read.
+
+    For a URL, the folder of its download may be read besides the files that `access` allows. Python functions in it are
+    not trusted.
+    """
+    file = local_file(name).absolute()
+    if is_object_url(name):
+        access = (access or FileAccess((os.sep,))).allowing([str(file.parent)])
+    return file, access
 
 
 def _load_yaml(file: Path) -> dict[str, Any]:

@@ -30,7 +30,7 @@ from workers.evaluation.data_sets import data_dir, load
 from workers.evaluation.task_index import index_at_hand, is_shipped
 from workers.file_access import FileAccess
 
-__all__ = ["OwnCode", "Recording", "confined_loading", "data_key", "guarded_loading", "recorded_loading"]
+__all__ = ["OwnCode", "Recording", "confined_loading", "data_key", "guarded_loading", "is_address", "recorded_loading"]
 
 # One task is built at a time, because the wrappers and the working directory apply to the whole process.
 _TURN = threading.Lock()
@@ -355,7 +355,7 @@ def _directories(path: str, options: Mapping[str, Any], *, is_format: bool) -> I
     """
     for key in DIRECTORIES:
         if directory := options.get(key):
-            if _is_address(str(directory)):
+            if is_address(str(directory)):
                 raise InvalidTask(f"{key}: {directory} is not accepted; give the path of a directory")
             yield _place(str(directory))
     if not is_format and os.path.exists(path):
@@ -372,15 +372,15 @@ def _pattern_guard(access: FileAccess) -> Wrapper:
 
     def wrapper(resolve_pattern: Callable[..., list[str]]) -> Callable[..., list[str]]:
         def guarded(pattern: str, base_path: str, *args: Any, **options: Any) -> list[str]:
-            place = pattern if _is_address(pattern) or os.path.isabs(pattern) else base_path
-            if _is_address(place):
+            place = pattern if is_address(pattern) or os.path.isabs(pattern) else base_path
+            if is_address(place):
                 _refuse(_address_problem(pattern if place == pattern else f"{base_path}/{pattern}"))
             else:
                 for match in _matches(Path(base_path, Path(pattern).expanduser())):
                     _refuse(access.refusal_of_all(match))
             found = resolve_pattern(pattern, base_path, *args, **options)
             for file in found:  # what fsspec made of the pattern
-                _refuse(_address_problem(file) if _is_address(file) else access.refusal(file))
+                _refuse(_address_problem(file) if is_address(file) else access.refusal(file))
             return found
 
         return guarded
@@ -388,7 +388,7 @@ def _pattern_guard(access: FileAccess) -> Wrapper:
     return wrapper
 
 
-def _is_address(text: str) -> bool:
+def is_address(text: str) -> bool:
     """Whether fsspec reads `text` as an address, such as https://host/file or a chain of addresses (zip::file)."""
     return "://" in text or "::" in text
 

@@ -20,7 +20,7 @@ from workers.models.checkpoints import Checkpoint
 from workers.models.remote import stated_hash
 from workers.models.vocabulary import EMBEDDING_NAMES
 
-__all__ = ["FileState", "content_problems", "file_states", "fingerprint"]
+__all__ = ["FileState", "content_problems", "file_hash", "file_states", "fingerprint"]
 
 
 @dataclass(frozen=True)
@@ -77,7 +77,7 @@ def fingerprint(checkpoint: Checkpoint, *, base: str | None = None, cache: str |
     them. `base` is the base's fingerprint; if it is None, it is computed. `cache` is the directory of the cache, or
     None for the default directory. Raises InvalidModel if a file cannot be read.
     """
-    hashes = [(file.name, _file_hash(file, cache)) for file in _defining_files(checkpoint)]
+    hashes = [(file.name, file_hash(file, cache=cache)) for file in _defining_files(checkpoint)]
     if checkpoint.base is not None:
         hashes.append(("base", fingerprint(checkpoint.base, cache=cache) if base is None else base))
     return hashlib.sha256(json.dumps(sorted(hashes)).encode()).hexdigest()
@@ -127,7 +127,12 @@ def _defining_files(checkpoint: Checkpoint) -> list[Path]:
     return [file for file in files if file.is_file()]
 
 
-def _file_hash(file: Path, cache: str | Path | None) -> str:
+def file_hash(file: Path, *, cache: str | Path | None = None) -> str:
+    """The sha256 (hex) of a file, which is read only if its path, size, modification time or inode is new to the cache.
+
+    For weights that are not downloaded, the result is the hash that the hub or object store states. `cache` is the
+    directory of the cache, or None for the default directory.
+    """
     if stated := stated_hash(file):
         return stated
     state = FileState.of(file)

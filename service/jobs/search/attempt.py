@@ -576,7 +576,9 @@ def _reason_to_fail(error: Exception, record: JobRecord, preflight: PreflightRes
     if isinstance(error, (StudyFailed, EvidenceMismatch)):
         return str(error)
     try:
-        check_unchanged(record, examine(preflight.study, access=preflight.access).resolved())
+        stored = ResolvedStudy.of(record).task_digests
+        found = examine(preflight.study, stored_tasks=stored, access=preflight.access)
+        check_unchanged(record, found.resolved())
     except Conflict as changed:
         return f"{changed}; an engine says: {error}"
     except FilesRefused as refused:

@@ -31,6 +31,7 @@ from service.results.record import RunRecord
 from service.results.report import render_report
 from service.store import Store
 from service.store.artifacts import ArtifactStore
+from service.store.documents import BENCHMARKS, BenchmarkFacts, read_benchmarks
 from service.studies.benchmarks import study_with
 from service.studies.preflight.examine import EXPORT
 from service.studies.preflight.models import check_unchanged
@@ -156,8 +157,10 @@ def prepared_in(
     """
     before: ResolvedStudy | None = None
     accepted: Study | None = None
-    with suppress(NotFound), read_run(directory) as (_, record):
+    benchmarks: tuple[BenchmarkFacts, ...] = ()
+    with suppress(NotFound), read_run(directory) as (store, record):
         before, accepted = ResolvedStudy.of(record), Study.model_validate(record.document)
+        benchmarks = read_benchmarks(store.document(record.id, BENCHMARKS))
     return prepared(
         study,
         open_study=open_run,
@@ -165,6 +168,7 @@ def prepared_in(
         artifacts_in=artifacts_dir(directory),
         before=before,
         accepted=accepted,
+        benchmarks=benchmarks,
         note=note,
         machines=cluster_machines(),
         **options,

@@ -6,7 +6,7 @@ The server's checks, drivers, `mergesearch run` and `mergesearch run --check` al
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from typing import Any
 from search_spaces.study.file import Study
 from service.disk import artifacts_dir
 from service.resolved_study import ResolvedStudy
+from service.store.documents import BenchmarkFacts
 from service.studies.chains import OpenStudy, with_exported_sources
 from service.studies.policies.start import check_start
 from service.studies.preflight.contamination import check_overlaps, unsearched_names
@@ -36,6 +37,7 @@ def prepared(
     artifacts_in: str | Path | None = None,
     before: ResolvedStudy | None = None,
     accepted: Study | None = None,
+    benchmarks: Sequence[BenchmarkFacts] = (),
     access: FileAccess | None = None,
     before_weights: Callable[[], None] = lambda: None,
     note: Callable[[str], None] = logger.info,
@@ -53,6 +55,7 @@ def prepared(
             commits of its hub models. None for a new study.
         accepted: The study file that was accepted before, for a study that continues; its held-out data and benchmarks
             are not compared with search data again. None for a new study.
+        benchmarks: The stored descriptions of the benchmarks that a study that continues has begun to score.
         access: The files that may be read besides the exported merges; None means all files.
         before_weights: Called when only the checks of the weights are left.
         note: Called with messages about the progress.
@@ -79,6 +82,7 @@ def prepared(
         exported,
         chained=chained,
         is_new=before is None,
+        stored_tasks=() if before is None else (*before.task_digests, *(facts.task_digest for facts in benchmarks)),
         access=access,
         before_weights=finish_tasks,
         note=note,

@@ -19,6 +19,7 @@ from service.jobs.search.progress_log import ProgressLog
 from service.jobs.search.starts import telling_starts
 from service.resolved_study import ResolvedStudy
 from service.store.accounts import AccountStore
+from service.store.documents import BENCHMARKS, read_benchmarks
 from service.studies.chains import OpenStudy, keep_sources, on_server
 from service.studies.policies.start import with_start
 from service.studies.preflight.dtype import with_stored_dtype
@@ -55,6 +56,7 @@ def work(attempt: Attempt) -> None:
             artifacts_in=attempt.artifacts.location,
             before=before,
             accepted=study,
+            benchmarks=read_benchmarks(attempt.store.document(job.id, BENCHMARKS)),
             access=before.access,
             available_bytes=sys.maxsize,  # no engine runs in this process; the request's check compared memory
             machines=cluster_machines(),

@@ -7,7 +7,7 @@ and task data, because reading large models takes minutes.
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -75,6 +75,7 @@ def examine(
     export_dir: Path | None = None,
     downloads: bool = True,
     is_new: bool = False,
+    stored_tasks: Collection[str] = (),
     access: FileAccess | None = None,
     chained: Mapping[str, ChainedSource] | None = None,
     before_weights: Callable[[StudyTasks], None] = lambda tasks: None,
@@ -91,6 +92,7 @@ def examine(
     - `downloads`: whether weights that are not on this machine are downloaded once all other checks have passed;
       otherwise these weights are not checked
     - `is_new`: whether the study is not stored yet; some checks are made of new studies only
+    - `stored_tasks`: the digests of the tasks that were stored with the study
     - `access`: the files that may be read, or None for all; if the study names a file that may not be read, no file is
       opened
     - `chained`: the sources that were exported from other studies for this one (`service.studies.chains`)
@@ -108,6 +110,7 @@ def examine(
             export_dir=export_dir,
             downloads=downloads,
             is_new=is_new,
+            stored_tasks=stored_tasks,
             access=access,
             chained=chained,
             before_weights=before_weights,
@@ -124,6 +127,7 @@ def _examine(
     export_dir: Path | None,
     downloads: bool,
     is_new: bool,
+    stored_tasks: Collection[str],
     access: FileAccess | None,
     chained: Mapping[str, ChainedSource] | None,
     before_weights: Callable[[StudyTasks], None],
@@ -137,11 +141,12 @@ def _examine(
     located = locate_family(study.models.base, study.models.named)
     probe = start_probe(located)
     sources = check_models(located, study, problems)
-    tasks, infos = check_tasks(study.scored_objectives, "objectives", study, problems, is_new=is_new, access=access)
-    holdout = dict(enumerate(study.holdout))
-    holdout_tasks, holdout_infos = check_tasks(holdout, "holdout", study, problems, is_new=is_new, access=access)
-    specs = dict(enumerate(study.benchmarks))
-    benchmark_tasks, benchmark_infos = check_tasks(specs, "benchmarks", study, problems, is_new=is_new, access=access)
+    checked = partial(
+        check_tasks, study=study, problems=problems, is_new=is_new, access=access, stored=frozenset(stored_tasks)
+    )
+    tasks, infos = checked(study.scored_objectives, "objectives")
+    holdout_tasks, holdout_infos = checked(dict(enumerate(study.holdout)), "holdout")
+    benchmark_tasks, benchmark_infos = checked(dict(enumerate(study.benchmarks)), "benchmarks")
     benchmarks = benchmarks_of(study, benchmark_tasks, benchmark_infos, problems)
     rung_samples, cycle = _examine_fidelity(study, infos, problems)
     check_devices(study, sources, problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import logging
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 
 from search_spaces.costs import ModelSize
 from search_spaces.errors import InvalidStudy, Problem
@@ -16,6 +16,7 @@ from search_spaces.study.file import Study
 from service.errors import Conflict
 from service.resolved_study import ResolvedStudy
 from service.studies.preflight.dtype import engine_dtype
+from service.studies.preflight.files import task_files
 from service.types import JobRecord
 from workers.engines.vllm.paths.geometry import path_problems
 from workers.engines.vllm.support import CapabilityProbe
@@ -108,7 +109,26 @@ def check_unchanged(record: JobRecord, resolved: ResolvedStudy) -> None:
             raise Conflict(
                 f"study {record.name!r}: {key} of {', '.join(changed)} have changed since it was started; results "
                 "before and after would not be comparable; start another study, or restore the files"
+                f"{_files_of_tasks(record, key, changed)}"
             )
+
+
+def _files_of_tasks(record: JobRecord, key: str, names: Collection[str]) -> str:
+    """Text that names the files of the tasks `names` in the study of `record`; "" if none of them has a file.
+
+    `key` is "tasks" or "holdout_tasks", the field of ResolvedStudy that has the tasks; other fields have no tasks.
+    """
+    section = {"tasks": "objectives.", "holdout_tasks": "holdout."}.get(key)
+    if section is None:
+        return ""
+    study = Study.model_validate(record.document)
+    entries = {place: spec.name for place, spec in study.with_tasks() if place.startswith(section)}
+    files = {
+        f"{file} or the files that it reads" if file.endswith((".yaml", ".yml")) else file: None
+        for place, file in task_files(study)
+        if any(place.startswith(f"{entry}.task") and name in names for entry, name in entries.items())
+    }
+    return f": {', '.join(files)}" if files else ""
 
 
 def check_models(located: LocatedFamily, study: Study, problems: list[Problem]) -> ResolvedFamily | None:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Collection, Mapping
+from dataclasses import replace
 from typing import Any
 
 from search_spaces.constraints import parse_constraint
@@ -20,7 +20,7 @@ from workers.errors import InvalidTask
 from workers.evaluation.attacks.checks import prepared_attack
 from workers.evaluation.attacks.search import PromptAttack
 from workers.evaluation.judging import judged_items
-from workers.evaluation.lm_eval_tasks import content_hash
+from workers.evaluation.lm_eval_tasks import content_hash, is_file, yaml_content
 from workers.evaluation.prompts import Prompts
 from workers.evaluation.sample_metrics import LENGTH
 from workers.evaluation.task_reader import reader_of
@@ -31,7 +31,15 @@ from workers.models.modalities import modality_of_task
 from workers.models.tokenizers import check_tokenizer
 from workers.types import TaskInfo, TaskSpec
 
-__all__ = ["benchmarks_of", "check_modality", "check_prompts", "check_tasks", "objectives_of", "task_spec"]
+__all__ = [
+    "benchmarks_of",
+    "check_modality",
+    "check_prompts",
+    "check_tasks",
+    "earlier_form",
+    "objectives_of",
+    "task_spec",
+]
 
 
 def check_tasks(
@@ -42,12 +50,14 @@ def check_tasks(
     *,
     is_new: bool,
     access: FileAccess | None = None,
+    stored: Collection[str] = (),
 ) -> tuple[dict[str, TaskSpec], dict[str, TaskInfo]]:
     """Check the tasks in a section of the study file, "objectives", "holdout" or "benchmarks".
 
     `specs` maps positions in the section to entries. Returns two mappings, keyed by the entry's name: the tasks in the
     form from which engines' processes build them, and facts about their data. Problems that are found are added to
-    `problems`. `access` limits the files that task files may refer to; None is no limit.
+    `problems`. `access` limits the files that task files may refer to; None is no limit. `stored` has the digests of
+    the tasks that were stored with the study (function `task_spec`).
 
     An lm-eval task may define several filters, which are ways to extract the answer from a completion. In a new study
     (`is_new`), the entry of such a task must name one of its filters. In a stored study, an entry that names no filter
@@ -57,7 +67,7 @@ def check_tasks(
     infos: dict[str, TaskInfo] = {}
     for index, spec in specs.items():
         try:
-            tasks[spec.name] = task_spec(spec, seed=study.search.seed, access=access)
+            tasks[spec.name] = task_spec(spec, seed=study.search.seed, access=access, stored=stored)
             infos[spec.name] = check_task(tasks[spec.name])
             if is_new and spec.filter is None and (filters := infos[spec.name].filters):
                 message = f"is missing; task {spec.task} has several: give one of {', '.join(filters)}"
@@ -70,13 +80,16 @@ def check_tasks(
     return tasks, infos
 
 
-def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> TaskSpec:
+def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None, stored: Collection[str] = ()) -> TaskSpec:
     """Convert a task entry of the study file to the specification that engines' processes build the task from.
 
     `seed` fixes the order of the task's samples. `access` limits the files that the task may read; None is no limit.
     The metric of a benchmark with a judge (an LLM that compares answers) is the length of completions, because engines
-    only generate the completions, and the judge compares them later. Raises InvalidTask if a file of the task cannot be
-    read.
+    only generate the completions, and the judge compares them later.
+
+    `stored` has the digests of the tasks that were stored with the study. Earlier versions stored the content of a YAML
+    file alone, without the other files that it reads; if `stored` has the digest of this form, the result has this
+    form. Raises InvalidTask if a file of the task cannot be read.
     """
     content = None
     task: str | dict[str, Any]
@@ -85,9 +98,7 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
         content = reader_of(task).content(task, access)
     else:
         task = spec.task
-        if Path(task).suffix in (".yaml", ".yml"):
-            content = content_hash(task)
-    return TaskSpec(
+    made = TaskSpec(
         task=task,
         metric=LENGTH if isinstance(spec, BenchmarkSpec) and spec.judge is not None else spec.metric,
         filter=spec.filter,
@@ -99,6 +110,21 @@ def task_spec(spec: ScoredTask, *, seed: int, access: FileAccess | None) -> Task
         permutation_seed=seed,
         access=access,
     )
+    if not isinstance(task, str) or not is_file(task):
+        return made
+    if stored and (earlier := earlier_form(made)).digest in stored:
+        return earlier
+    return replace(made, content=yaml_content(task, access))
+
+
+def earlier_form(spec: TaskSpec) -> TaskSpec:
+    """The specification that earlier versions made of the task `spec`, whose digest is stored with their studies.
+
+    It differs for YAML files only: its content is the sha256 of the YAML file, without the other files that it reads.
+    """
+    if not isinstance(spec.task, str) or not is_file(spec.task):
+        return spec
+    return replace(spec, content=content_hash(spec.task))
 
 
 def benchmarks_of(

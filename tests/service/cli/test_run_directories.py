@@ -33,6 +33,7 @@ def test_models_or_data_that_changed_since_the_run_began(place: Workplace) -> No
         file.write('{"prompt": "0+0=", "answer": "0"}\n')
     message = place.refused("run", place.write(), "--out", place.run_dir)
     assert message.startswith("study 'small': tasks of sums have changed since it was started; ")
+    assert message.endswith(f"or restore the files: {place.directory / 'search.jsonl'}")
 
 
 def test_second_run_is_refused(place: Workplace) -> None:

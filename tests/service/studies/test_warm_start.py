@@ -35,11 +35,12 @@ from service.store.documents import WARM_START
 from service.studies.chains import on_server
 from service.studies.preflight.algorithm import Algorithm
 from service.studies.preflight.result import PreflightResult, StudyBudget, StudyModels, StudyTasks
-from service.studies.warm_start import check_warm_start, with_warm_start
+from service.studies.warm_start import _digest, check_warm_start, with_warm_start
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import Observation, ProposalContext
 from service.types import Account, JobState, Origin, TrialState
+from tests.conftest import write_choices
 from tests.service.api.harness import ApiServer
 from tests.service.site import LocalPreflight
 from tests.service.tune.harness import (
@@ -53,6 +54,7 @@ from tests.service.tune.harness import (
     space_of,
     trial_list,
 )
+from workers.evaluation.lm_eval_tasks import content_hash, yaml_content
 from workers.serving.fake import FakeScorer
 from workers.types import Family, ModelSource, Split, TaskInfo, TaskSpec
 
@@ -231,6 +233,16 @@ def test_trials_marked_as_invalid_are_not_told(earlier: Earlier, tmp_path: Path)
 def single(observation: Observation) -> Observation:
     """The observation of the first objective alone."""
     return observation if observation.costs is None else replace(observation, costs=observation.costs[:1])
+
+
+def test_tasks_of_earlier_versions_are_compared(tmp_path: Path) -> None:
+    """Earlier versions stored the digest of a YAML task without the data that it reads."""
+    file = write_choices(tmp_path)
+    bare = TaskSpec(str(file), "acc", content=content_hash(file))
+    whole = replace(bare, content=yaml_content(str(file), None))
+    assert _digest(whole, whole.digest) == whole.digest
+    assert _digest(whole, bare.digest) == bare.digest
+    assert _digest(whole, None) == _digest(whole, "0" * 64) == whole.digest
 
 
 @pytest.mark.parametrize("algorithm", OWN)

@@ -31,7 +31,7 @@ from workers.evaluation.bubblewrap import Bubblewrap
 from workers.evaluation.built_tasks import Answers, BuiltTask, PromptSettings, documents_of
 from workers.evaluation.confined_task import ConfinedTask
 from workers.evaluation.landlock import Landlock
-from workers.evaluation.lm_eval_tasks import build, prepare
+from workers.evaluation.lm_eval_tasks import build, prepare, yaml_content
 from workers.evaluation.metrics import LocalMetrics
 from workers.evaluation.system_calls import AUDIT_ARCHITECTURES, CLONE, FORBIDDEN
 from workers.evaluation.task_loading import OwnCode
@@ -469,6 +469,19 @@ def test_prompts_and_values_are_those_without_confinement(tmp_path: Path, kind: 
         assert len(set(values)) > 1
         assert task.order == here.order
         assert (task.subtasks[0].filter, task.info.num_samples) == (here.subtasks[0].filter, here.info.num_samples)
+
+
+def test_changed_code_is_not_run_after_a_restart(tmp_path: Path) -> None:
+    spec = executing(tmp_path)
+    with opened(replace(spec, content=yaml_content(str(spec.task), None))) as task:
+        assert isinstance(task.code, ConfinedTask)
+        assert value(task, "x = 1") == 1
+        inner = psutil.Process(task.code.pid).children(recursive=True)
+        os.kill(task.code.pid, signal.SIGKILL)
+        wait_until(lambda: not any(each.is_running() for each in inner), 10)
+        (tmp_path / "py_problems_code.py").write_text(EXECUTES.replace('found["x"]', "2"))
+        with pytest.raises(InvalidTask, match="one of the files that it reads has changed since the study was planned"):
+            value(task, "x = 1")
 
 
 def test_process_that_was_killed_is_replaced(directory: Path) -> None:

@@ -14,7 +14,7 @@ from tests.conftest import write_choices
 from tests.s3_server import S3, failing
 from workers.cache import CACHE_VARIABLE
 from workers.errors import InvalidTask
-from workers.evaluation.lm_eval_tasks import content_hash
+from workers.evaluation.lm_eval_tasks import content_hash, yaml_content
 from workers.evaluation.tasks import build_task, check_task
 from workers.file_access import FileAccess
 from workers.models.remote import local_file
@@ -125,6 +125,19 @@ def test_a_task_file_comes_with_its_folder(task: str, tmp_path: Path) -> None:
     outside = replace(spec, access=FileAccess((str(tmp_path),), urls=("s3://other/folder",)))
     with pytest.raises(InvalidTask, match=r"is not below a URL that studies may read \(s3://other/folder\)"):
         check_task(outside)
+
+
+def test_changed_files_of_a_folder_are_found(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The content of a task is equal on all machines, and changes with the data that its folder has in the store."""
+    spec = TaskSpec(task, "acc", content=yaml_content(task, None))
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path / "another" / "cache"))
+    assert check_task(spec).num_samples == 12
+    url = task.rpartition("/")[0]
+    assert check_task(replace(spec, access=FileAccess((), urls=(url,)))).num_samples == 12
+    changed = (tmp_path / "task" / "test.jsonl").read_text().replace('"gold": 1', '"gold": 2')
+    ObjectStore(url).write("test.jsonl", changed.encode())
+    with pytest.raises(InvalidTask, match=rf"^{task}: this file or one of the files that it reads has changed"):
+        check_task(spec)
 
 
 @pytest.mark.parametrize("access", [None, FileAccess(("/",), urls=("s3://",))])

@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Iterator
 from contextlib import nullcontext
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -18,12 +18,18 @@ from service.cluster.session import RaySession
 from service.engine_machines import EngineMachines, gpu_need
 from service.jobs.base import Resources
 from service.jobs.driver import drive
+from service.jobs.search import work as search_work
 from service.store import Store
+from service.store.documents import BENCHMARKS
+from service.studies.preflight import tasks
 from service.studies.preflight.examine import examine
+from service.studies.preflight.result import PreflightResult
 from service.types import JobState
 from tests.builders import tiny_family
+from tests.conftest import write_choices
 from tests.service.sums import sums_study, write_sums
 from workers.errors import EngineUnavailable
+from workers.evaluation.lm_eval_tasks import content_hash
 from workers.serving.deployment import runs_on_gpus
 from workers.types import Family, GpuNeed
 
@@ -84,6 +90,47 @@ def test_absent_model_waits_changed_one_ends(store: Store, study: str, models: P
     record = store.job(study)
     assert record.state is JobState.FAILED
     assert "fingerprints of math have changed since it was started" in str(record.reason)
+
+
+@pytest.mark.parametrize("is_earlier", [False, True])
+def test_changed_data_of_a_yaml_task_end_a_study(
+    store: Store, models: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_earlier: bool
+) -> None:
+    """A study that an earlier version created, with digests of the YAML files alone, continues until these change."""
+    (tmp_path / "tasks").mkdir()
+    file = write_choices(tmp_path / "tasks")
+    spec = {"name": "choices", "task": str(file), "metric": "acc"}
+    others = {key: [{**spec, "split": "train"}] for key in ("holdout", "benchmarks")}
+    parsed = parse_study({**sums_study(models), "objectives": [spec], **others, "fidelity": {"scheduler": "none"}})
+    with monkeypatch.context() as patched:
+        if is_earlier:
+            patched.setattr(tasks, "yaml_content", lambda task, _: content_hash(task))
+        preflight = examine(parsed)
+    assert len(str(preflight.tasks.search["choices"].content)) == (64 if is_earlier else 70)
+    accepted = preflight.resolved().to_json()
+    study = store.create_job(kind="search", name="tasks", document=parsed.canonical(), accepted=accepted).id
+    facts = [asdict(benchmark.facts) for benchmark in preflight.tasks.benchmarks]
+    store.open_attempt(study).set_document_named(BENCHMARKS, facts)
+    seen: list[PreflightResult] = []
+
+    def continued(_: Any, preflight: PreflightResult, **__: Any) -> None:
+        seen.append(preflight)
+        raise EngineUnavailable("no GPU is free")
+
+    monkeypatch.setattr(search_work, "continue_study", continued)
+    assert drive(store, study, work_dir=tmp_path / "work") == 1
+    assert seen[-1].tasks == preflight.tasks
+    data = tmp_path / "tasks" / "test.jsonl"
+    data.write_text(data.read_text().replace('"gold": 1', '"gold": 2'))
+    if is_earlier:
+        assert drive(store, study, work_dir=tmp_path / "work") == 1
+        assert seen[-1].tasks == preflight.tasks
+        file.write_text(file.read_text() + "repeats: 1\n")
+    assert drive(store, study, work_dir=tmp_path / "work") == 0
+    assert store.job(study).state is JobState.FAILED
+    reason = str(store.job(study).reason)
+    assert "tasks of choices have changed since it was started" in reason
+    assert reason.endswith(f"or restore the files: {file} or the files that it reads")
 
 
 @pytest.mark.parametrize(
