@@ -12,6 +12,7 @@ from search_spaces.recipe import Recipe, may_keep_equal
 
 __all__ = [
     "HEARTBEAT_S",
+    "NO_IDENTITY",
     "RESUMED_BY_REQUEST",
     "Account",
     "ArtifactRecord",
@@ -29,6 +30,7 @@ __all__ = [
     "JobRecord",
     "JobState",
     "LoginRecord",
+    "LoginRule",
     "NoticeKind",
     "Origin",
     "RecipeDigest",
@@ -59,6 +61,9 @@ ALIVE_S = 3 * HEARTBEAT_S
 
 # The reason of a STOPPED job that a request resumed.
 RESUMED_BY_REQUEST = "resumed by request"
+
+# Stored in place of the identity of a user as whom nobody can log in; identities contain a space.
+NO_IDENTITY = "none"
 
 
 class TrialState(StrEnum):
@@ -350,6 +355,19 @@ class Role(StrEnum):
     ADMIN = "admin"
 
 
+class LoginRule(StrEnum):
+    """Which identity of the identity provider can log in as a user.
+
+    - `FIRST`: the first identity that logs in under the user's name, and then only this identity.
+    - `KNOWN`: the identity that has logged in as the user before; nobody if there is none.
+    - `NEVER`: nobody. The user is one of programs, which send tokens.
+    """
+
+    FIRST = "first"
+    KNOWN = "known"
+    NEVER = "never"
+
+
 class Sharing(StrEnum):
     """Who may read a job besides its owner and administrators: nobody, the job's team, or every user of the server."""
 
@@ -410,7 +428,7 @@ class UserRecord:
 
     `identity` is the identity at an identity provider with which the user has logged in: the issuer and the subject, in
     one text. No other identity may log in as the user. `identity` is None as long as the user has not logged in with a
-    provider.
+    provider, and NO_IDENTITY if nobody can.
     """
 
     name: str

@@ -111,7 +111,8 @@ class Exports:
     def folder(self, record: ExportRecord) -> str:
         """Name of the top folder in the tar archive of a downloaded merged model.
 
-        The name consists of the study's name and the trial's number. `record` describes the export (the stored model).
+        The name consists of the study's present name and the trial's number. `record` describes the export (the stored
+        model).
         """
         return f"{self._store.job(record.study).name}-trial-{record.trial}"
 
@@ -144,8 +145,16 @@ class Exports:
         return None if files is None else sum(file.num_bytes for file in files.values())
 
     def directory(self, record: ExportRecord) -> Path:
-        """Directory to which the merged model of an export is written, whether or not it exists already."""
-        return self._root / record.id / self.folder(record)
+        """Directory to which the merged model of an export is written, whether or not it exists already.
+
+        The directory stays the same if the study is renamed: its name has the study's first name.
+        """
+        job, place = self._store.job(record.study), self._root / record.id
+        directory = place / f"{job.first_name or job.name}-trial-{record.trial}"
+        if directory.is_dir():
+            return directory
+        # Earlier versions used the name that the study had at the time. Incomplete models are in hidden directories.
+        return next(iter(sorted(place.glob("[!.]*"))), directory)
 
     def _artifact(self, artifacts: ArtifactStore, record: ExportRecord) -> ArtifactRecord | None:
         try:

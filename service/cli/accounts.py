@@ -24,7 +24,7 @@ from service.client import Client
 from service.client.credentials import TOKEN_VARIABLE, forget_token, store_token
 from service.client.transport import address
 from service.errors import Conflict, NotFound
-from service.types import Role, Scope, TeamLimits
+from service.types import NO_IDENTITY, LoginRule, Role, Scope, TeamLimits
 
 if TYPE_CHECKING:
     from service.auth.tokens import NewToken
@@ -72,11 +72,29 @@ def add_user(options: argparse.Namespace) -> int:
     with _accounts(options) as (accounts, actor):
         if options.if_absent and any(user.name == options.name for user in accounts.users()):
             user = accounts.user(options.name)
+            if options.login is not None:
+                user = _with_login(accounts, user, LoginRule(options.login), actor)
         else:
-            user = accounts.add_user(options.name, is_admin=options.admin, actor=actor)
+            login = LoginRule(options.login or LoginRule.FIRST)
+            user = accounts.add_user(options.name, is_admin=options.admin, actor=actor, login=login)
         if token is not None:
             _deploy(accounts, user, token, options.token_scope, actor)
         return _print_users(options, [user], one=True)
+
+
+def _with_login(accounts: AccountStore, user: UserRecord, rule: LoginRule, actor: Actor) -> UserRecord:
+    """Set which identity of the identity provider can log in as an existing user, and return the user.
+
+    If this ends the logins of an identity, a message on standard error names the identity.
+    """
+    changed = accounts.set_login(user.name, rule, actor=actor)
+    if changed.identity == NO_IDENTITY and user.identity not in (None, NO_IDENTITY):
+        print(
+            f"mergesearch: user {user.name!r}: the identity {user.identity!r} of the identity provider had logged in "
+            "as this user, and cannot any more; look into the audit log and `mergesearch tokens list` for what it did",
+            file=sys.stderr,
+        )
+    return changed
 
 
 def _deploy(accounts: AccountStore, user: UserRecord, token: NewToken, scope: str, actor: Actor) -> None:

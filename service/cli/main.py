@@ -44,6 +44,8 @@ SHARING = ("private", "team", "all")
 
 SCOPES = ("read", "submit", "admin")
 
+LOGIN_RULES = ("first", "known", "never")
+
 NOTICES = ("complete", "failed", "waiting", "paused", "cancelled")
 
 SCHEMAS = ("study", "finetune", "trial", "summary", "pareto", "recipe", "plan")
@@ -682,7 +684,15 @@ def _add_accounts(commands: Any) -> None:
     command = action("add", accounts.add_user, "Add a user; the first one must be an administrator.")
     command.add_argument("name", type=_name, metavar="NAME")
     command.add_argument("--admin", action="store_true", help="the user administers the server")
-    command.add_argument("--if-absent", action="store_true", help="a user who exists is no error, and is not changed")
+    command.add_argument(
+        "--if-absent", action="store_true", help="a user who exists is no error; only token and --login are changed"
+    )
+    command.add_argument(
+        "--login",
+        choices=LOGIN_RULES,
+        help="who may log in as the user with the identity provider: the first identity that does, only one that has "
+        "done so already, or nobody, for users of programs (default: first for a new user, else unchanged)",
+    )
     command.add_argument(
         "--token-file",
         type=Path,

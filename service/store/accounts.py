@@ -25,11 +25,13 @@ from service.store.jobs import FINISHED
 from service.store.records import job_record
 from service.store.sql import Store
 from service.types import (
+    NO_IDENTITY,
     Account,
     AuditRecord,
     EventKind,
     JobRecord,
     LoginRecord,
+    LoginRule,
     Role,
     Scope,
     SessionRecord,
@@ -105,11 +107,12 @@ class AccountStore:
         with self._reads.connect() as connection:
             return _user(connection, name)
 
-    def add_user(self, name: str, *, is_admin: bool, actor: Actor) -> UserRecord:
+    def add_user(self, name: str, *, is_admin: bool, actor: Actor, login: LoginRule = LoginRule.FIRST) -> UserRecord:
         """Store a new user and return the user. The first user of a server becomes the owner of all existing jobs.
 
-        `is_admin` says whether the user administers the server. `actor` is who adds the user, for the audit log. Raises
-        Conflict if the name is taken, or if the first user is not an administrator.
+        `is_admin` says whether the user administers the server. `actor` is who adds the user, for the audit log.
+        `login` says whether an identity of the identity provider can log in as the user; a new user has none that is
+        known. Raises Conflict if the name is taken, or if the first user is not an administrator.
         """
         _check_name(name)
         with transaction(self._engine) as connection:
@@ -120,7 +123,8 @@ class AccountStore:
             if is_first and not is_admin:
                 raise Conflict(f"user {name!r}: the first user must be an administrator of the server (--admin)")
             row = {"name": name, "is_admin": is_admin, "is_disabled": False, "created_at": clock(connection)}
-            connection.execute(sa.insert(schema.users).values(**row))
+            identity = None if login is LoginRule.FIRST else NO_IDENTITY
+            connection.execute(sa.insert(schema.users).values(**row, identity=identity))
             user = _user(connection, name)
             record_change(connection, actor, "user.add", f"user {name}", None, _user_document(user))
             if is_first:
@@ -168,7 +172,7 @@ class AccountStore:
 
         `name` is the user's name. `identity` consists of the provider's issuer and subject, and never changes for a
         person. `actor` is who logs in, for the audit log. Raises NotFound if there is no such user, and Conflict if the
-        user is bound to another identity.
+        user is bound to another identity, or if nobody can log in as the user.
         """
         table = schema.users
         with transaction(self._engine) as connection:
@@ -176,6 +180,8 @@ class AccountStore:
             known = _user(connection, name).identity
             if known == identity:
                 return
+            if known == NO_IDENTITY:
+                raise _nobody(name)
             if known is not None:
                 raise Conflict(
                     f"user {name!r}: another identity of the identity provider has logged in as this user before; an "
@@ -188,16 +194,42 @@ class AccountStore:
         """Unbind a user from an identity at the identity provider, end the user's sessions, and return the user.
 
         The next identity that logs in under the user's name is bound to the user. `actor` is who makes the change, for
-        the audit log. Raises NotFound if there is no such user.
+        the audit log. Raises NotFound if there is no such user, and Conflict if nobody can log in as the user.
         """
         table = schema.users
         with transaction(self._engine) as connection:
             _lock(connection)
             before = _user(connection, name)
+            if before.identity == NO_IDENTITY:
+                raise _nobody(name)
             connection.execute(sa.update(table).where(table.c.name == name).values(identity=None))
             connection.execute(sa.delete(schema.sessions).where(schema.sessions.c.user == name))
             if before.identity is not None:
                 record_change(connection, actor, "user.unbind", f"user {name}", {"identity": before.identity}, None)
+            return _user(connection, name)
+
+    def set_login(self, name: str, rule: LoginRule, *, actor: Actor) -> UserRecord:
+        """Set which identity of the identity provider can log in as a user, and return the user.
+
+        If nobody can any more, the user is unbound from its identity, and its sessions end. `name` is the user's name.
+        `actor` is who makes the change, for the audit log. Raises NotFound if there is no such user.
+        """
+        table = schema.users
+        with transaction(self._engine) as connection:
+            _lock(connection)
+            known = _user(connection, name).identity
+            is_bound = known not in (None, NO_IDENTITY)
+            if rule is LoginRule.FIRST:
+                wanted = known if is_bound else None
+            else:
+                wanted = known if is_bound and rule is LoginRule.KNOWN else NO_IDENTITY
+            if wanted != known:
+                connection.execute(sa.update(table).where(table.c.name == name).values(identity=wanted))
+                documents = [None if each is None else {"identity": each} for each in (known, wanted)]
+                action = "user.unbind" if wanted is None else "user.bind"
+                record_change(connection, actor, action, f"user {name}", *documents)
+            if is_bound and wanted == NO_IDENTITY:
+                connection.execute(sa.delete(schema.sessions).where(schema.sessions.c.user == name))
             return _user(connection, name)
 
     # -- teams -----------------------------------------------------------------------------------------------------
@@ -723,6 +755,13 @@ def _user(connection: sa.Connection, name: str) -> UserRecord:
     if not found:
         raise NotFound(f"user {name!r:.80}: there is no such user")
     return found[0]
+
+
+def _nobody(name: str) -> Conflict:
+    return Conflict(
+        f"user {name!r}: nobody can log in as this user with the identity provider; the server's operator can let the "
+        f"next identity do so (`mergesearch users add {name} --if-absent --login first`)"
+    )
 
 
 def _user_document(user: UserRecord) -> dict[str, Any]:

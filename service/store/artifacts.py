@@ -257,15 +257,20 @@ class ArtifactStore:
 
         An artifact is a directory of files that a job made, such as a fine-tuned model.
         """
-        with self._reads.connect() as connection:
-            digests = set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
-        self._named = {digest: self._named.get(digest) or self._names(digest) for digest in digests}
+        digests = self.digests()
+        self._named = {digest: self._named.get(digest) or self.file_digests(digest) for digest in digests}
         return digests.union(*self._named.values())
 
-    def _names(self, digest: str) -> frozenset[str]:
+    def digests(self) -> set[str]:
+        """Digests (sha256) of the manifests of all artifacts, which are directories of files that jobs made."""
+        with self._reads.connect() as connection:
+            return set(connection.execute(sa.select(schema.artifacts.c.digest)).scalars())
+
+    def file_digests(self, digest: str) -> frozenset[str]:
         """Digests (sha256) of the files of an artifact, a directory of files that a job made.
 
         `digest` identifies the artifact's manifest, a stored file that lists the artifact's files with their digests.
+        Raises FileNotFoundError if the manifest is gone.
         """
         return frozenset(entry["digest"] for entry in json.loads(self._blobs.read(digest)).values())
 

@@ -28,8 +28,9 @@ from pydantic import Field, TypeAdapter, ValidationError
 from service.disk import alignments_dir, job_dir, locked
 from service.errors import Conflict
 from service.store import schema
-from service.store.artifacts import ArtifactStore
+from service.store.artifacts import EXPORT_PREFIX, ArtifactStore
 from service.store.blobs import BlobStore, DirectoryBlobs, digest_of, open_blobs
+from service.store.connection import transaction
 from service.store.documents import ALIGNMENTS, ENDPOINT
 from service.store.exports import ExportStore
 from service.store.move import MovedTable, check_empty, copy_tables
@@ -48,6 +49,10 @@ FORMAT = 1
 # Files between two messages about progress.
 PROGRESS_FILES = 100
 
+# Kind of the jobs that have exports. Experts of fine-tunings have names that users chose, which may begin as those of
+# exports do.
+EXPORTED = "search"
+
 Sha256 = Annotated[str, Field(pattern="^[0-9a-f]{64}$")]
 
 
@@ -59,7 +64,8 @@ class Backup:
     - `revision`: revision of the database's schema.
     - `created_at`: time at which the tables were read, in seconds since the epoch.
     - `database`: sha256 of the SQLite file to which the tables were copied.
-    - `tables`: the copied tables, each with its number of rows and the sha256 of the rows.
+    - `tables`: the tables that were read, each with its number of rows and the sha256 of the rows. The copy lacks the
+      rows of artifacts whose files are not part of the backup.
     - `jobs`, `unfinished_jobs`: number of all jobs, and number of the jobs that have not ended.
     - `files`, `bytes`: number and total size in bytes of the files of artifacts (models and policies that jobs
       trained) and of alignments.
@@ -108,14 +114,15 @@ def back_up(
     trained (artifacts). `data_dir` is the server's data directory, which has the alignments of studies (learned maps
     between layers) if `files` is a directory; an alignment that is missing there, or damaged, is left out. Servers, and
     the processes that work on jobs, may run meanwhile, because all tables are read at one moment. If `files` is a
-    directory, files that are deleted meanwhile stay until the backup is complete. Exports (merged models for download)
-    and other working files, such as checkpoints of trainings, are not copied. `out` may hold an earlier backup, which
-    is replaced when the new backup is complete. `note` is called with messages about the progress and about alignments
-    that are left out.
+    directory, files that are deleted meanwhile stay until the backup is complete. If `files` is an object store, an
+    artifact that is deleted meanwhile may be left out. Exports (merged models for download) and other working files,
+    such as checkpoints of trainings, are not copied. `out` may hold an earlier backup, which is replaced when the new
+    backup is complete. `note` is called with messages about the progress, and about artifacts and alignments that are
+    left out.
 
     Raises:
-        Conflict: `out` has files that are no part of a backup, or a stored file is gone or has changed since it was
-            stored.
+        Conflict: `out` has files that are no part of a backup, or a stored file that jobs still use is gone or has
+            changed since it was stored.
         InUse: Another process writes a backup to `out`.
         OSError: A file cannot be written, for example because the disk is full.
     """
@@ -130,14 +137,10 @@ def back_up(
             created_at = store.now()
             with contextlib.closing(Store(_sqlite(file))) as copy:
                 with store.snapshot() as snapshot:
-                    tables = copy_tables(snapshot, copy, note=note)
-                digests = ArtifactStore(copy, files).used()
+                    tables = copy_tables(snapshot, copy, change=_remove_exports, note=note)
+                digests = _add_artifacts(target, store, copy, files, Path(scratch), note)
                 alignments = _alignments(copy)
                 num_jobs, num_unfinished = len(copy.jobs()), len(copy.unfinished_jobs())
-            for number, digest in enumerate(sorted(digests), 1):
-                _transfer(source, target, digest, Path(scratch))
-                if number % PROGRESS_FILES == 0 or number == len(digests):
-                    note(f"files: {number} of {len(digests)}")
             for study, names in alignments.items():
                 digests |= _add_alignments(target, alignments_dir(job_dir(data_dir, study)), names - digests, note)
             backup = Backup(
@@ -173,23 +176,76 @@ def _check_place(out: Path) -> None:
         )
 
 
-def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> None:
+def _remove_exports(connection: sa.Connection) -> None:
+    """Remove the artifacts that are exports (merged models for download) from the copy of a database.
+
+    Exports are artifacts if the server keeps its files in an object store. The rows of the table of exports stay: they
+    tell how many exports must be requested again.
+    """
+    table, jobs = schema.artifacts, schema.studies
+    is_named_so = table.c.name.startswith(EXPORT_PREFIX, autoescape=True)
+    exported = sa.select(jobs.c.id).where(jobs.c.kind == EXPORTED)
+    connection.execute(sa.delete(table).where(is_named_so & table.c.study.in_(exported)))
+
+
+def _add_artifacts(
+    target: DirectoryBlobs, live: Store, copy: Store, files: str | Path, scratch: Path, note: Callable[[str], None]
+) -> set[str]:
+    """Copy the files of all artifacts that the database `copy` names from `files` to `target`.
+
+    `live` is the database that was copied. An artifact is removed from `copy` if one of its files is missing and `live`
+    does not have the artifact any more; `note` is called with a message about it. Returns the digests of the files of
+    the other artifacts, including manifests. `scratch` is a directory for temporary files. Raises Conflict if another
+    file is missing or has changed.
+    """
+    source, artifacts = open_blobs(files), ArtifactStore(copy, files)
+    named: dict[str, frozenset[str]] = {}
+
+    def leave_out(left: set[str], missing: str) -> None:
+        if left & ArtifactStore(live, files).digests():
+            raise _gone(missing, source)
+        for artifact in left:
+            named.pop(artifact, None)
+            note(f"artifact {artifact}: was deleted during the backup, which does not have it")
+        with transaction(copy.engine) as connection:
+            connection.execute(sa.delete(schema.artifacts).where(schema.artifacts.c.digest.in_(left)))
+
+    for artifact in sorted(artifacts.digests()):
+        try:
+            named[artifact] = artifacts.file_digests(artifact) | {artifact}
+        except FileNotFoundError:
+            leave_out({artifact}, artifact)
+    digests = sorted(set().union(*named.values()))
+    for number, digest in enumerate(digests, 1):
+        if not _transfer(source, target, digest, scratch):
+            leave_out({artifact for artifact, names in named.items() if digest in names}, digest)
+        if number % PROGRESS_FILES == 0 or number == len(digests):
+            note(f"files: {number} of {len(digests)}")
+    return set().union(*named.values())
+
+
+def _gone(digest: str, source: BlobStore) -> Conflict:
+    return Conflict(f"artifact: file {digest} is gone from {source.place}; nothing was replaced")
+
+
+def _transfer(source: BlobStore, target: BlobStore, digest: str, scratch: Path) -> bool:
     """Copy a file from one content-addressed store to another, unless `target` has it, and check the copy's digest.
 
     `digest` is the sha256 of the file, which names it in both stores. `scratch` is a directory for the temporary copy.
-    Raises Conflict if the file is missing in `source` or has changed.
+    Returns False if the file is missing in `source`. Raises Conflict if the file has changed.
     """
     if target.stored(digest) is not None:
-        return
+        return True
     file = scratch / "file"
     try:
         source.copy(digest, file)
-    except FileNotFoundError as error:
-        raise Conflict(f"artifact: file {digest} is gone from {source.place}; nothing was replaced") from error
+    except FileNotFoundError:
+        return False
     if digest_of(file) != digest:
         raise Conflict(f"artifact: file {digest} in {source.place} has changed since it was stored, or cannot be read")
     target.add(file)
     file.unlink()
+    return True
 
 
 def _alignments(store: Store) -> dict[str, frozenset[str]]:
@@ -289,9 +345,12 @@ def restore(
     with tempfile.TemporaryDirectory(prefix="mergesearch-restore-") as scratch, blobs.storing():
         file = Path(shutil.copyfile(directory / backup.database_name, Path(scratch) / "database.db"))
         with contextlib.closing(Store(_sqlite(file))) as copy:  # migrates the copy, if the backup is older
+            with transaction(copy.engine) as connection:
+                _remove_exports(connection)  # earlier versions left them in backups
             digests = sorted(ArtifactStore(copy, directory / FILES).used())
             for number, digest in enumerate(digests, 1):
-                _transfer(source, blobs, digest, Path(scratch))
+                if not _transfer(source, blobs, digest, Path(scratch)):
+                    raise _gone(digest, source)
                 if number % PROGRESS_FILES == 0 or number == len(digests):
                     note(f"files: {number} of {len(digests)}")
             for study, names in _alignments(copy).items():

@@ -172,6 +172,14 @@ def test_options_of_the_server_are_those_of_the_command(capsys: pytest.CaptureFi
     assert [option for option in options if f"{option} " not in known] == []
 
 
+def test_nobody_logs_in_as_the_administrator() -> None:
+    """A person called admin at an identity provider is no administrator by that."""
+    from service.cli.main import _parser
+
+    added = _parser().parse_args(services_of(FILE.read_text())["accounts"]["command"])
+    assert (added.name, added.login, added.token_scope) == ("admin", "known", "admin")
+
+
 def test_options_of_ray_are_those_of_the_command() -> None:
     from ray.scripts.scripts import start
 

@@ -178,6 +178,23 @@ def test_accounts_are_there_or_given_up_explicitly(helm: Helm, rendered: Rendere
             assert given_token(base64.b64decode(value).decode())
 
 
+def test_nobody_logs_in_as_the_users_of_the_chart(helm: Helm) -> None:
+    """The first person called monitoring at the provider is no administrator; one called admin only if asked for."""
+    options = {"issuer": "https://login.example.org", "clientId": "m", "existingSecret": "ours"}
+    provider = [text for name, value in options.items() for text in ("--set", f"api.oidc.{name}={value}")]
+    for given, rule in (
+        ((), "known"),
+        (provider, "known"),
+        ((*provider, "--set", "accounts.adminLogin=true"), "first"),
+    ):
+        (deployment,) = helm.manifests("multi-gpu", *given).of("Deployment")
+        added = [
+            command_line._parser().parse_args([*each["command"][1:], *each["args"]])
+            for each in deployment["spec"]["template"]["spec"]["initContainers"]
+        ]
+        assert [(each.name, each.login) for each in added] == [("admin", rule), ("monitoring", "never")]
+
+
 def test_browsers_log_in_by_the_values(helm: Helm) -> None:
     """The API gets the identity provider by options, the client secret from the Secret alone, and its own address."""
     options = {

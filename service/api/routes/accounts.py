@@ -161,7 +161,7 @@ async def change_user(request: Request, user: UserName, services: Context, sende
 
     The last administrator can be neither disabled nor demoted (409). If the body has `identity`, which must be null,
     the user is unbound from the present identity at the identity provider. The next identity that logs in under the
-    user's name is bound to the user.
+    user's name is bound to the user. A user of programs, as whom nobody can log in, stays so (409).
     """
     body = await read_object(request, ChangedUser)
 

@@ -14,7 +14,8 @@ from service.api.export_queue import Exports, artifact_name
 from service.store import Store
 from service.store.artifacts import ArtifactStore
 from service.store.exports import ExportStore
-from service.types import ExportRecord, ExportState
+from service.store.steering import SteeringStore
+from service.types import ExportRecord, ExportState, Steering
 from tests.postgresql import PostgreSQL
 from tests.s3_server import S3
 from tests.service.api.harness import stored_study
@@ -174,6 +175,57 @@ def test_unused_files_are_not_looked_for_after_each_export(
     assert sum(sweeps) == 1
     assert 3 <= len(sweeps) <= 4, "the quota is looked at after each export"
     store.close()
+
+
+def test_a_renamed_study_keeps_its_exports(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Files of an export are found if its study is renamed while they are written, and afterwards."""
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    study = stored_study(store, name="first")
+
+    class _Renaming(_Writer):
+        async def call(self, _: Any, __: str, ___: ExportRecord, directory: Path, **____: Any) -> None:
+            _rename(store, study.id, "second")
+            directory.mkdir()
+            (directory / "config.json").write_text("{}")
+
+    async def scenario() -> None:
+        exports = Exports(store, tmp_path)
+        exports.start()
+        record = await exports.request(study.id, trial=1, dtype="float32")
+        await _completed(store, record.id)
+        for name in ("second", "third"):
+            _rename(store, study.id, name)
+            assert {*(exports.files(record) or ())} == {"config.json"}
+            assert (exports.num_bytes(record), exports.folder(record)) == (2, f"{name}-trial-1")
+            again = await exports.request(study.id, trial=1, dtype="float32")
+            assert again.state is ExportState.COMPLETE, "it is not written again"
+        await exports.stop()
+
+    monkeypatch.setattr(export_queue, "WorkerProcess", _Renaming)
+    asyncio.run(scenario())
+    store.close()
+
+
+def test_exports_of_earlier_versions_are_found(tmp_path: Path) -> None:
+    """Earlier versions named the directory of an export by the name that the study had at the time."""
+    store = Store(f"sqlite:///{tmp_path / 'mergesearch.db'}")
+    study, exports = stored_study(store, name="first"), Exports(store, tmp_path)
+    record = ExportRecord("0a" * 16, study.id, 1, "float32", ExportState.COMPLETE, 1.0)
+    _rename(store, study.id, "second")
+    place = tmp_path / "exports" / record.id
+    (place / ".first-trial-1.0a0a.partial").mkdir(parents=True)
+    assert exports.num_bytes(record) is None
+    (place / "second-trial-1").mkdir()
+    (place / "second-trial-1" / "config.json").write_text("{}")
+    _rename(store, study.id, "third")
+    assert exports.num_bytes(record) == 2
+    store.close()
+
+
+def _rename(store: Store, study: str, name: str) -> None:
+    labels, steering = {"name": name}, Steering("edit")
+    steered = SteeringStore(store).edit_job(store.job(study), labels, document=None, restarts=False, steering=steering)
+    assert steered is not None
 
 
 async def _completed(store: Store, name: str) -> None:

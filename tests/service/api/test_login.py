@@ -37,7 +37,7 @@ from service.errors import LoginRefused
 from service.store import accounts as accounts_module
 from service.store import schema
 from service.store.accounts import AccountStore
-from service.types import JobState, LoginRecord, Role, Scope, SessionRecord
+from service.types import JobState, LoginRecord, LoginRule, Role, Scope, SessionRecord
 from tests.service.api.accounts import OPERATOR, Company, bearer
 from tests.service.api.harness import ApiServer, document, stored_study
 from tests.service.api.identity_provider import (
@@ -246,6 +246,25 @@ def test_a_name_that_another_person_has_now_is_refused(
         assert browser.get("/v1/me").status_code == 401, "its sessions have ended"
         assert other.log_in("second").status_code == 303
         assert browser.log_in("first").status_code == 403
+
+
+def test_nobody_logs_in_as_a_user_of_programs(company: Company, browser: Browser) -> None:
+    """A user of programs has no identity, and an administrator over HTTP allows none; the server's operator may."""
+    company.accounts.set_login("root", LoginRule.NEVER, actor=OPERATOR)
+    refused = browser.log_in("2")
+    assert (refused.status_code, "user 'root': nobody can log in" in refused.json()["detail"]) == (403, True)
+    assert browser.session is None
+    with company.http("root") as root:
+        answer = root.patch("/v1/users/root", json={"identity": None})
+        assert (answer.status_code, "nobody can log in as this user" in answer.json()["detail"]) == (409, True)
+    company.accounts.set_login("root", LoginRule.FIRST, actor=OPERATOR)
+    assert browser.log_in("2").status_code == 303
+    company.accounts.set_login("root", LoginRule.KNOWN, actor=OPERATOR)
+    assert browser.log_in("2").status_code == 303
+    company.accounts.set_login("root", LoginRule.NEVER, actor=OPERATOR)
+    company.server.app.state.services.authenticator.forget()
+    assert browser.get("/v1/me").status_code == 401, "its sessions have ended"
+    company.accounts.set_login("root", LoginRule.FIRST, actor=OPERATOR)
 
 
 # -- what is refused, and what happens without the check ---------------------------------------------------------------

@@ -141,6 +141,28 @@ def test_a_deployment_gives_its_administrator(terminal: Terminal, tmp_path: Path
     assert err.startswith(f"mergesearch: --token-file {file}: not a token")
 
 
+def test_a_deployment_closes_logins_as_its_users(terminal: Terminal, tmp_path: Path, accounts: AccountStore) -> None:
+    """Users whom an earlier version left open are closed, once; an administrator who has logged in still may."""
+    on = ("--admin", "--if-absent", "--data", tmp_path)
+    for name in ("admin", "monitoring"):  # as earlier versions added them
+        terminal.run("users", "add", name, *on)
+    for name, rule in (("admin", "known"), ("monitoring", "never"), ("new", "known")):
+        for _ in range(2):
+            assert terminal.run("users", "add", name, *on, "--login", rule)[::2] == (0, "")
+        with pytest.raises(Conflict, match=f"user '{name}': nobody can log in .* add {name} --if-absent --login first"):
+            accounts.bind_identity(name, "https://login.example.org 1", actor=OPERATOR)
+    assert [entry.action for entry in accounts.audit()] == ["user.add"] * 2 + ["user.bind"] * 2 + ["user.add"]
+    code, _, err = terminal.run("users", "unbind", "monitoring", "--data", tmp_path)
+    assert (code, "nobody can log in as this user" in err) == (2, True)
+    for name, rule, remains in (("admin", "known", True), ("monitoring", "never", False)):
+        assert terminal.run("users", "add", name, *on, "--login", "first")[::2] == (0, "")
+        accounts.bind_identity(name, "https://login.example.org 1", actor=OPERATOR)
+        code, _, err = terminal.run("users", "add", name, *on, "--login", rule)
+        lost = "the identity 'https://login.example.org 1' of the identity provider had logged in as this user"
+        assert (code, lost in err) == (0, not remains)
+        assert (accounts.user(name).identity == "https://login.example.org 1") is remains
+
+
 def test_login_stores_a_token_that_works(terminal: Terminal, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`login` checks the token and stores it; commands then send it, until `logout`."""
     monkeypatch.setenv("XDG_CONFIG_HOME", str(tmp_path / "config"))

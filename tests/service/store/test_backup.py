@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
 import shutil
@@ -33,6 +34,7 @@ from tests.s3_server import S3
 from tests.service.store.test_move import filled, rows_of
 from tests.service.store.test_store import TRIAL
 from workers.alignments.files import is_stored, store_alignment, stored_file
+from workers.object_store import ObjectStore, blob_path
 
 ROOT = Path(__file__).parents[3]
 DETACHED: dict[str, list[Any]] = {table: [] for table in ("exports", "drains", "notices", "waits", "deliveries")}
@@ -186,6 +188,68 @@ def test_a_backup_is_of_one_moment(store: Store, tmp_path: Path) -> None:
     assert rows_of(target) == {**before, **DETACHED}
     assert content_of(target, tmp_path / "new/artifacts", "expert", tmp_path / "a") == FILES
     target.close()
+
+
+def test_backups_lack_the_exports_of_an_object_store(s3: S3, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Exports are artifacts in an object store, also in backups of earlier versions; experts of any name are kept."""
+    files, export, expert = f"{s3.bucket()}/mergesearch", f"export-{'0a' * 16}", "export-format"
+    store = filled(f"sqlite:///{tmp_path / 'server.db'}")
+    with store.engine.begin() as connection:
+        connection.execute(schema.artifacts.delete())
+    tuned = store.create_job(kind="finetune", name="tuned", document={}, accepted={})
+    put(store, files, export, {"model.safetensors": b"merged"}, tmp_path / "merged")
+    put(store, files, "policy", {"policy.safetensors": b"policy"}, tmp_path / "policy")
+    ArtifactStore(store, files).put(tuned.id, expert, tmp_path / "policy")
+    assert back_up(store, files, tmp_path / "backup").files == 2, "one file and its manifest"
+    monkeypatch.setattr(backups, "EXPORTED", "none")
+    assert back_up(store, files, tmp_path / "old").files == 4
+    monkeypatch.undo()
+    for name in ("backup", "old"):
+        target = empty(tmp_path / f"new-{name}")
+        new = tmp_path / f"new-{name}/artifacts"
+        assert restore(tmp_path / name, target, new).removed_exports == 1
+        assert [each.name for job in target.jobs() for each in ArtifactStore(target, new).of(job.id)] == [
+            each.name for job in store.jobs() for each in ArtifactStore(store, files).of(job.id) if each.name != export
+        ]
+        assert len([file for file in new.glob("blobs/*/*") if file.is_file()]) == 2
+        target.close()
+    store.close()
+
+
+@pytest.mark.parametrize("missing", ["manifest", "file"])
+def test_an_artifact_may_be_deleted_during_a_backup(missing: str, s3: S3, tmp_path: Path) -> None:
+    """An artifact that the server deletes from an object store meanwhile is left out; the others are restored."""
+    files = f"{s3.bucket()}/mergesearch"
+    store = filled(f"sqlite:///{tmp_path / 'server.db'}")
+    with store.engine.begin() as connection:
+        connection.execute(schema.artifacts.delete())
+    put(store, files, "expert", FILES, tmp_path / "expert")
+    put(store, files, "old", {"config.json": b"{}", "old.bin": b"old"}, tmp_path / "old")
+    (job,), artifacts = store.jobs(), ArtifactStore(store, files)
+    old = artifacts.get(job.id, "old").digest
+    gone = old if missing == "manifest" else hashlib.sha256(b"old").hexdigest()
+    notes: list[str] = []
+
+    def note(text: str) -> None:
+        notes.append(text)
+        if text.startswith("artifacts: comparing"):
+            artifacts.remove(job.id, "old")
+            ObjectStore(files).delete(blob_path(gone))
+
+    assert back_up(store, files, tmp_path / "backup", note=note).files == 4
+    assert f"artifact {old}: was deleted during the backup, which does not have it" in notes
+    target = empty(tmp_path / "new")
+    restore(tmp_path / "backup", target, tmp_path / "new/artifacts")
+    assert [each.name for each in ArtifactStore(target, tmp_path / "new/artifacts").of(job.id)] == ["expert"]
+    assert content_of(target, tmp_path / "new/artifacts", "expert", tmp_path / "a") == FILES
+    target.close()
+    for name in ("old", "older"):
+        put(store, files, name, {"config.json": b"{}", "old.bin": b"old"}, tmp_path / "old")
+    artifacts.remove(job.id, "old")
+    ObjectStore(files).delete(blob_path(gone))
+    with pytest.raises(Conflict, match=f"file {gone} is gone from .*; nothing was replaced"):
+        back_up(store, files, tmp_path / "backup")
+    store.close()
 
 
 def test_a_second_backup_copies_only_new_files(store: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

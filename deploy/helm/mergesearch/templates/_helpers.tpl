@@ -57,14 +57,14 @@ app.kubernetes.io/name: mergesearch
 {{ .Values.accounts.existingSecret | default (printf "%s-accounts" (include "ms.name" .)) }}
 {{- end }}
 
-{{/* Init container that gives a user of the server its token. Takes (list root name user key scope). */}}
+{{/* Init container that gives a user of the server its token. Takes (list root name user key scope login). */}}
 {{- define "ms.account" -}}
 {{- $root := index . 0 -}}
 - name: {{ index . 1 }}
   image: {{ include "ms.image" $root | quote }}
   imagePullPolicy: {{ $root.Values.image.pullPolicy }}
   command: [mergesearch, users, add, {{ index . 2 | quote }}]
-  args: [--admin, --if-absent, --token-file=/accounts/{{ index . 3 }}, --token-scope={{ index . 4 }}]
+  args: [--admin, --if-absent, --token-file=/accounts/{{ index . 3 }}, --token-scope={{ index . 4 }}, --login={{ index . 5 }}]
   env:
     - {name: HOME, value: /home/mergesearch}
     {{- include "ms.database" $root | nindent 4 }}
