@@ -83,7 +83,7 @@ def test_another_push_leaves_the_users_own_files(hub: Hub, exports: tuple[Path, 
     push(first, "owner/merge")
     repository = hub.repositories["owner/merge"]
     assert {*of_first, "heads/math.safetensors", "mergekit_config.yml"} <= repository.commits[repository.head].keys()
-    own = {name: b"mine" for name in ("LICENSE", ".gitattributes", "notes/config.json", "results.json", "front.png")}
+    own = dict.fromkeys(("LICENSE", ".gitattributes", "notes/config.json", "results.json", "front.png"), b"mine")
     repository.commits[repository.head] |= own
     pushed = push(second, "owner/merge")
     assert repository.commits[pushed.commit] == {file.name: file.read_bytes() for file in second.iterdir()} | own

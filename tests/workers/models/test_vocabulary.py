@@ -154,7 +154,7 @@ NEW, AS_A = TokenRow("tools", "<tool>"), TokenRow("base", "a")
 def test_tokens_without_a_row_get_one_before_new_ones(
     models: Path, tmp_path: Path, tokens: dict[str, TokenRow], hole: int
 ) -> None:
-    """A tokenizer with a token beyond the embedding, as Llama 2 with an added `<pad>`, and perhaps with ids left out."""
+    """A tokenizer with a token beyond the embedding, as Llama 2 with an added `<pad>`, perhaps after ids left out."""
     base = shutil.copytree(models / "base", tmp_path / "rowless")
     document, last = json.loads((base / "tokenizer.json").read_text()), NUM_TOKENS + hole
     if hole:  # transformers numbers added tokens without holes
