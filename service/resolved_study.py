@@ -58,6 +58,9 @@ class ResolvedStudy:
       change of its code makes other proposals for the same results.
     - `scheduler_version`: version of the scheduler when the study was created. A scheduler gets a new version when a
       change of its code makes other decisions for the same results.
+    - `descent_points`: how many points of the gradient descents become trials, by the limits on trials and gradients
+      when the study was created; None if the searcher is another one, and in studies of earlier versions, which use
+      `search.gradient.points` of the study file.
     - `chained`: sources that are merges of other studies or experts of fine-tunings, keyed by alias.
     - `recipes`: digests of the recipes that the study file lists, keyed by name.
     - `dtype`: dtype in which engines compute on the machines for which the study was checked, such as "bfloat16"; None
@@ -79,6 +82,7 @@ class ResolvedStudy:
     algorithm_reason: str | None = field(default=None, compare=False)
     searcher_version: int = field(default=1, compare=False)
     scheduler_version: int = field(default=1, compare=False)
+    descent_points: int | None = field(default=None, compare=False)
     chained: Mapping[str, ChainedSource] = field(default_factory=dict, compare=False)
     open_brackets: int = OPEN_BRACKETS
     batch: int = 1
@@ -115,6 +119,7 @@ class ResolvedStudy:
             "algorithm_reason": self.algorithm_reason,
             "searcher_version": self.searcher_version,
             "scheduler_version": self.scheduler_version,
+            **({} if self.descent_points is None else {"descent_points": self.descent_points}),
             **({"recipes": dict(self.recipes)} if self.recipes else {}),
             **({} if self.dtype is None else {"dtype": self.dtype}),
             **({"gpu_share_left": self.gpu_share_left} if self.gpu_share_left else {}),
@@ -161,6 +166,7 @@ class ResolvedStudy:
             algorithm_reason=document.get("algorithm_reason"),
             searcher_version=document.get("searcher_version", 1),
             scheduler_version=document.get("scheduler_version", 1),
+            descent_points=document.get("descent_points"),
             open_brackets=document.get("open_brackets", OPEN_BRACKETS),
             batch=document.get("batch", 1),
             recipes=document.get("recipes", {}),

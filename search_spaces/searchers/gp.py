@@ -5,6 +5,6 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Jones et al., J. Global Optimization 13, 1998",
-    version=3,
+    version=4,
     handles=frozenset(Feature) - {Feature.CONDITIONS},
 )

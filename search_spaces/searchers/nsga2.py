@@ -5,6 +5,6 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Deb et al., IEEE TEC 6(2), 2002",
-    version=2,
+    version=4,
     handles=frozenset(Feature) - {Feature.CONDITIONS},
 )

@@ -5,6 +5,6 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 SEARCHER = SearcherDeclaration(
     learns=True,
     reference="Deb and Jain, IEEE TEC 18(4), 2014",
-    version=2,
+    version=4,
     handles=frozenset(Feature) - {Feature.CONDITIONS},
 )

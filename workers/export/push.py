@@ -6,11 +6,25 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
+from workers.models.merged_files import GENERATION_CONFIG
+from workers.models.modalities import MODALITIES
 from workers.models.remote.errors import HubUnusable, reason_of
+from workers.models.task_heads import HEADS_DIR
 
 __all__ = ["Pushed", "check_name", "push"]
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
+
+# Patterns of the files that some exports have and others lack.
+OF_SOME = (
+    "*.safetensors",
+    "*.safetensors.index.json",
+    f"{HEADS_DIR}/heads.json",
+    "modeling_aligned.py",
+    "mergekit_config.yml",
+    GENERATION_CONFIG,
+    *sorted({file for modality in MODALITIES.values() for file in modality.files}),
+)
 
 # Files that show that a repository is an export, or the hub made it; anything else in it is not overwritten.
 OWN, MADE_BY_HUB = "recipe.json", frozenset({".gitattributes", "README.md"})
@@ -34,11 +48,11 @@ def check_name(name: str) -> None:
 def push(directory: str | Path, name: str, *, private: bool = False) -> Pushed:
     """Upload all files of `directory` to the model repository `name` (owner/name), in one commit.
 
-    The repository is created if it does not exist; `private` says whether a new repository is private. Weight files of
-    an earlier model in the repository are removed if this model has no files of the same names. The hub's client finds
-    the user's token as for downloads (`hf auth login`, or $HF_TOKEN). Raises HubUnusable if the hub refuses the upload
-    or cannot be reached. It is also raised if the repository has files of which none is an export, so that other
-    content is not overwritten.
+    The repository is created if it does not exist; `private` says whether a new repository is private. Files of an
+    earlier model in the repository, such as weights and the chat template, are removed if this model has no files of
+    the same names; files that no export writes stay. The hub's client finds the user's token as for downloads
+    (`hf auth login`, or $HF_TOKEN). Raises HubUnusable if the hub refuses the upload or cannot be reached. It is also
+    raised if the repository has files of which none is an export, so that other content is not overwritten.
     """
     from huggingface_hub import HfApi, constants
 
@@ -56,7 +70,7 @@ def push(directory: str | Path, name: str, *, private: bool = False) -> Pushed:
             repo_id=name,
             folder_path=Path(directory),
             commit_message="Upload a merge made by mergesearch",
-            delete_patterns=["*.safetensors", "*.safetensors.index.json"],
+            delete_patterns=list(OF_SOME),
         )
     except HubUnusable:
         raise

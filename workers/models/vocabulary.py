@@ -164,7 +164,8 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
     if is_equal and not options.tokens and num_padded == num_rows:
         return TokenAlignment(num_rows, {})
     target, added = dict(tokens[owner]), list[str]()
-    if owner != base:  # the tokenizer's tokens that have no row get one
+    # Ids of added tokens follow those of the tokenizer, so tokens of the tokenizer without a row get one.
+    if owner != base or not options.tokens.keys() <= target.keys():
         target |= models[owner].tokens or {}
         num_rows = max(num_rows, 1 + max(target.values(), default=-1))
     if tokenizer == UNION:
@@ -175,7 +176,8 @@ def align(models: Mapping[str, Vocabulary], tokenizer: str, options: VocabularyO
         target |= {token: first + i for i, token in enumerate(added)}
         num_rows = max(num_rows, first + len(added))
     chosen = _chosen_rows(models, tokens, options)
-    plans = {alias: _Plan(alias, owner, base, tokens, target, num_rows, chosen) for alias in models}
+    num_owned = models[owner].num_rows
+    plans = {alias: _Plan(alias, owner, base, tokens, target, num_rows, num_owned, chosen) for alias in models}
     names = [name for name in models[base].tensors if all(model.has_rows(name) for model in models.values())]
     tensors = {
         alias: {name: plan.applied(name, models) for name in names}
@@ -312,11 +314,13 @@ class _Plan:
     """Plan for converting one model to a new vocabulary: the source of each row of its embedding and output head.
 
     - `alias`: the model that is converted
-    - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token
+    - `owner`: the model whose rows are used where a row of the new vocabulary stands for no token; rows that it lacks
+      are zero
     - `base`: the alias of the base model, whose row is preferred for a token that the model lacks
     - `tokens`: the ids of each model's tokens, keyed by alias
     - `target`: the new vocabulary, a mapping from tokens to ids
     - `num_rows`: the number of rows of the new embedding
+    - `num_owned`: the number of rows of the owner's embedding
     - `chosen`: the rows that options choose for single tokens (function `_chosen_rows`)
     """
 
@@ -328,6 +332,7 @@ class _Plan:
         tokens: Mapping[str, Mapping[str, int]],
         target: Mapping[str, int],
         num_rows: int,
+        num_owned: int,
         chosen: Chosen,
     ) -> None:
         self._alias = alias
@@ -348,11 +353,15 @@ class _Plan:
             positions.setdefault(donors, []).append(position)
             rows.setdefault(donors, []).append(tuple(tokens[donor][token] for donor in donors))
         unnamed = np.setdiff1d(np.arange(num_rows), np.fromiter(target.values(), dtype=np.int64))
+        owned, lacking = unnamed[unnamed < num_owned], unnamed[unnamed >= num_owned]
         if alias == owner:
-            self._index[unnamed] = unnamed
-        elif len(unnamed):
-            positions.setdefault((owner,), []).extend(unnamed.tolist())
-            rows.setdefault((owner,), []).extend((row,) for row in unnamed.tolist())
+            self._index[owned] = owned
+        elif len(owned):
+            positions.setdefault((owner,), []).extend(owned.tolist())
+            rows.setdefault((owner,), []).extend((row,) for row in owned.tolist())
+        if len(lacking):  # ids that the owner's tokenizer leaves out
+            positions.setdefault((), []).extend(lacking.tolist())
+            rows.setdefault((), []).extend(() for _ in lacking)
         self._others = {donors: (_array(positions[donors]), _columns(rows[donors])) for donors in positions}
 
     def is_identity(self, num_rows: int) -> bool:

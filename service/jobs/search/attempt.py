@@ -204,7 +204,10 @@ def execute(
         _keep_overlaps(store, writer, preflight)
         algorithm = resolved.algorithm or preflight.study.search.algorithm
         setting = preflight.search_setting(
-            num_baselines=len(plan.baselines), batch=plan.batch, version=resolved.searcher_version
+            num_baselines=len(plan.baselines),
+            batch=plan.batch,
+            version=resolved.searcher_version,
+            descent_points=resolved.descent_points or preflight.study.search.gradient.points,
         )
         inputs = preflight.gradient_inputs()
         proposer = RayProposer(

@@ -11,6 +11,7 @@ from search_spaces.spaces.base import DifferentiableSpace, SearchSpace
 from search_spaces.spaces.layer_paths import LayerPaths
 from search_spaces.study.file import Study
 from search_spaces.study.objectives import CostSpec
+from service.tune.searchers.descents import fitting_points
 from workers.errors import InvalidTask
 from workers.types import TaskSpec
 
@@ -21,6 +22,7 @@ __all__ = [
     "FittedLosses",
     "algorithm_of",
     "check_refinement",
+    "descent_points_of",
     "fitted_losses",
     "iterations_ahead",
     "num_policies_of",
@@ -92,10 +94,28 @@ def algorithm_of(
         able = ", ".join(name for name, each in SEARCHERS.items() if each.computes_steps)
         message = f"{found.name} fits no samples, and would only leave a share of them out{why}"
         problems.append(Problem("search.fit_share", f"{message}; searchers that fit samples: {able}"))
+    if found.name == GRADIENT:
+        found = replace(found, reason=found.reason + _note_of_points(study))
     if declared.trains_policy:
         problems += _problems_of_policy(study, space)
         found = replace(found, reason=found.reason + _warning_of_policy(study, space) + _warning_of_draws(study))
     return found
+
+
+def descent_points_of(study: Study) -> int:
+    """How many points of a new study's gradient descents become trials: `search.gradient.points`, or as many as fit."""
+    search = study.search
+    num_vectors = 1 if search.preferences is None else search.preferences.size(len(study.scored_objectives))
+    return fitting_points(search.gradient, num_vectors=num_vectors, max_trials=search.max_trials)
+
+
+def _note_of_points(study: Study) -> str:
+    """Note for a study that has fewer points of descents than it asks for; "" for other studies."""
+    given, points = study.search.gradient, descent_points_of(study)
+    if points == given.points:
+        return ""
+    limits = f"max_trials={study.search.max_trials} and steps={given.steps}"
+    return f"; {points} points of descents become trials and not points={given.points}, to fit {limits}"
 
 
 def _warning_of_draws(study: Study) -> str:

@@ -21,7 +21,13 @@ from search_spaces.study.engine import EngineOptions
 from search_spaces.study.file import Study
 from service.engine_machines import EngineMachines
 from service.resolved_study import ChainedSource, ResolvedStudy
-from service.studies.preflight.algorithm import Algorithm, iterations_ahead, num_policies_of
+from service.studies.preflight.algorithm import (
+    GRADIENT,
+    Algorithm,
+    descent_points_of,
+    iterations_ahead,
+    num_policies_of,
+)
 from service.studies.preflight.gradients import GradientPlace
 from service.studies.preflight.resources import MemoryPlan
 from service.tune.plan import Baseline, Benchmark, Plan, RefinementPlan
@@ -248,6 +254,7 @@ class PreflightResult:
             algorithm_reason=self.algorithm.reason,
             searcher_version=SEARCHERS[self.algorithm.name].version,
             scheduler_version=SCHEDULERS[self.study.fidelity.scheduler].version,
+            descent_points=self._descent_points,
             chained=self.models.chained,
             recipes={name: recipe.digest for name, recipe in self.recipes},
             dtype=self.dtype,
@@ -274,22 +281,29 @@ class PreflightResult:
         iterations = min(replicas, iterations_ahead(num_policies_of(self.study)))
         return min(max(staleness, episodes // 2), episodes * iterations)
 
-    def search_setting(self, *, num_baselines: int, batch: int = 1, version: int | None = None) -> SearchSetting:
+    def search_setting(
+        self, *, num_baselines: int, batch: int = 1, version: int | None = None, descent_points: int | None = None
+    ) -> SearchSetting:
         """Facts about the study that some searchers need in addition to the search space and results.
 
         `num_baselines` is the number of trials before the first proposal. `batch` is the number of proposals in a row
         that are made from the same results. `version` is the version of the searcher that the study was created with;
-        None means a new study, which uses the newest version.
+        None means a new study, which uses the newest version. `descent_points` is the number of points of gradient
+        descents that become trials, as stored with the study; None means the number of a new study.
         """
         scored = {
             name: self.study.search.num_scored(info.num_samples) for name, info in self.tasks.search_infos.items()
         }
+        options, points = self.study.search, descent_points or self._descent_points
+        if points is not None:
+            gradient = options.gradient.model_copy(update={"points": points})
+            options = options.model_copy(update={"gradient": gradient})
         return SearchSetting(
             objectives=tuple(self.tasks.search),
             num_samples={name: info.num_samples for name, info in self.tasks.search_infos.items()},
             num_baselines=num_baselines,
             batch=batch,
-            options=self.study.search,
+            options=options,
             preferences=preference_vectors(self.study, tuple(self.tasks.search)),
             first_fitted=scored if self.study.search.fit_share < 1 else {},
             family=self.models.family if SEARCHERS[self.algorithm.name].trains_policy else None,
@@ -299,6 +313,11 @@ class PreflightResult:
             experts=self._searched_experts,
             has_completions=MODALITIES[self.models.family.modality].has_vocabulary,
         )
+
+    @property
+    def _descent_points(self) -> int | None:
+        """How many points of a new study's gradient descents become trials; None if the searcher is another one."""
+        return descent_points_of(self.study) if self.algorithm.name == GRADIENT else None
 
     @property
     def _searched_experts(self) -> tuple[str, ...]:

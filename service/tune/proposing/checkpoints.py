@@ -25,8 +25,9 @@ class PolicyCheckpoints:
     """The checkpoints of the policies that one study trains, stored as artifacts (files) of the study.
 
     `searcher` trains the policies, and `setting` has facts about the study, from which the number of policies follows.
-    The last two checkpoints of each policy are kept, each in its own artifact. If a driver ends after it has stored a
-    checkpoint and before it has stored the record of the training step, the previous checkpoint is still available.
+    The last three checkpoints of each policy are kept, each in its own artifact. A searcher needs the last two of the
+    finished iterations (function `kept_iterations`). If a driver ends after it has stored a checkpoint and before it
+    has stored the record of the training step, these two are still available.
     """
 
     def __init__(
@@ -52,21 +53,29 @@ class PolicyCheckpoints:
         for iteration in kept_iterations(len(digests), self._num_policies):
             if not (digest := digests[iteration]):
                 continue
-            try:
-                found[iteration] = read_policy(
-                    self._artifacts, self._study_id, self._artifact(iteration), digest=digest
-                )
-            except (NotFound, Conflict, OSError) as error:
-                logger.warning("the policy of iteration %d is learned again: %s", iteration, error)
+            reasons = []
+            for name in (self._artifact(iteration), self._earlier_artifact(iteration)):
+                try:
+                    found[iteration] = read_policy(self._artifacts, self._study_id, name, digest=digest)
+                    break
+                except (NotFound, Conflict, OSError) as error:
+                    reasons.append(str(error))
+            else:
+                logger.warning("the policy of iteration %d is learned again: %s", iteration, "; ".join(reasons))
         return found
 
     def _artifact(self, iteration: int) -> str:
         """The name of the artifact (stored file) that holds the policy checkpoint of a training iteration.
 
-        Iteration i trains the policy with number i modulo the number of policies. Each policy has two artifacts, which
-        its iterations use in turn. A new checkpoint of a policy therefore replaces the older of the policy's two
+        Iteration i trains the policy with number i modulo the number of policies. Each policy has three artifacts,
+        which its iterations use in turn. A new checkpoint of a policy therefore replaces the oldest of the policy's
         artifacts.
         """
+        turn, policy = divmod(iteration, self._num_policies)
+        return f"hm3-policy-{policy}-{'abc'[turn % 3]}"
+
+    def _earlier_artifact(self, iteration: int) -> str:
+        """The name that earlier versions gave to the artifact of a training iteration: two names for each policy."""
         turn, policy = divmod(iteration, self._num_policies)
         return f"hm3-policy-{policy}-{turn % 2}"
 

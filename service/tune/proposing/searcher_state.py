@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -15,6 +16,8 @@ from service.tune.searchers.base import LearningSearcher, Observation, ProposalC
 from workers.telemetry import logs
 
 __all__ = ["SearcherState", "SentObservations"]
+
+logger = logging.getLogger(__name__)
 
 
 class SearcherState:
@@ -140,15 +143,24 @@ class SearcherState:
     def _restore_checkpoints(self, searcher: LearningSearcher, call: Mapping[str, Any]) -> None:
         """Compute all stored policy updates again, in order, if a checkpoint that the searcher needs is missing.
 
-        `call` has the arguments of the current proposal, whose observations the updates learn from.
+        `call` has the arguments of the current proposal, whose observations the updates learn from. A warning is logged
+        if a policy differs from the policy that was stored, for example because another machine computes other bits.
         """
         digests = checkpoint_digests(self._steps)
         needed = kept_iterations(len(digests), searcher.num_policies(self._setting))
         if all(number in self._checkpoints for number in needed if digests[number]):
             return
         self._checkpoints = {}
-        for iteration in range(len(digests)):
-            self._learn(searcher, iteration, call)
+        for iteration, digest in enumerate(digests):
+            result, _ = self._learn(searcher, iteration, call)
+            if result.checkpoint != digest:
+                logger.warning(
+                    "the policy of iteration %d was learned again, and differs from the stored one (sha256 %s..., not "
+                    "%s...): later proposals may differ",
+                    iteration,
+                    result.checkpoint[:12],
+                    digest[:12],
+                )
 
 
 class SentObservations:

@@ -16,7 +16,7 @@ import numpy as np
 from search_spaces.preferences import equal_preference
 from search_spaces.study.search import GradientOptions
 
-__all__ = ["Descent", "descents_of", "num_steps_for", "place_of"]
+__all__ = ["Descent", "descents_of", "fitting_points", "num_steps_for", "place_of"]
 
 # Decimals to which distances are compared: neighbours on a lattice are equally far.
 DECIMALS = 9
@@ -60,10 +60,9 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
     together become trials. The descents get equal shares of this number, at least one point each; the first descent
     also gets the remainder.
     """
-    steps, count = options.steps, len(vectors)
-    warm_steps = max(1, steps // 4) if options.warm_steps is None else options.warm_steps
-    num_points = min(max(1, options.points // count), warm_steps)
-    first_points = max(1, options.points - (count - 1) * num_points)
+    steps, warm_steps = options.steps, _warm_steps(options)
+    num_points = _later_points(options, len(vectors))
+    first_points = max(1, options.points - (len(vectors) - 1) * num_points)
     order = _order(np.array(vectors))
     return tuple(
         Descent(
@@ -76,6 +75,16 @@ def descents_of(options: GradientOptions, vectors: tuple[tuple[float, ...], ...]
         )
         for number, (vector, neighbours) in enumerate(order)
     )
+
+
+def fitting_points(options: GradientOptions, *, num_vectors: int, max_trials: int) -> int:
+    """The option `points`, or the largest smaller number of points that fits a search for `num_vectors` vectors.
+
+    A number of points fits if every point becomes one of `max_trials` trials, so that descents end, and if no descent
+    has more points than gradient steps, so that no two points are equal. There is at least one point for each vector.
+    """
+    different = options.steps + (num_vectors - 1) * _later_points(options, num_vectors)
+    return min(options.points, different, max(max_trials, num_vectors))
 
 
 def place_of(index: int, descents: Sequence[Descent]) -> tuple[int, int] | None:
@@ -104,6 +113,15 @@ def num_steps_for(num_proposals: int, descents: Sequence[Descent]) -> int:
         total += descent.num_steps_to(min(num_proposals, descent.num_points) - 1)
         num_proposals -= descent.num_points
     return total
+
+
+def _warm_steps(options: GradientOptions) -> int:
+    return max(1, options.steps // 4) if options.warm_steps is None else options.warm_steps
+
+
+def _later_points(options: GradientOptions, num_vectors: int) -> int:
+    """Number of points of each descent after the first, in a search for `num_vectors` preference vectors."""
+    return min(max(1, options.points // num_vectors), _warm_steps(options))
 
 
 def _order(vectors: np.ndarray) -> list[tuple[int, tuple[int, ...]]]:

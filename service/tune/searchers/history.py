@@ -14,6 +14,9 @@ from service.tune.searchers.base import Observation, ProposalContext
 
 __all__ = ["Merit", "by_trial", "merit", "thinned", "violation"]
 
+# The first version of searchers that leave observations out in which failed trials come after all others.
+FIRST_WITH_FAILURES_LAST = 4
+
 # Smaller is better, compared from left to right.
 Merit: TypeAlias = tuple[int, float, float]
 
@@ -39,14 +42,16 @@ def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9
 
     - Half of the trials that are kept are the newest trials.
     - The other half are the best earlier trials. Trials that were scored on more samples count as better; among trials
-      with equal numbers of samples, the order of promotion decides.
+      with equal numbers of samples, the order of promotion decides. Failed trials come last.
     - For searchers that divide the trials into generations of `group` trials, the number of trials that are left out is
       a multiple of `group`.
 
-    Trials stay in their order. A study that was created with version 1 of its searcher keeps all observations.
+    Trials stay in their order. A study that was created with version 1 of its searcher keeps all observations. In
+    studies of versions 2 and 3, failed trials count as scored on all samples.
     """
     rows = min(max_rows, max_numbers // max(1, len(context.parameters)))
-    if context.setting.version == 1 or len(context.observations) <= rows:
+    version = context.setting.version
+    if version == 1 or len(context.observations) <= rows:
         return context
     trials = by_trial(context.observations)
     num_kept = rows * len(trials) // len(context.observations) // 2
@@ -54,8 +59,9 @@ def thinned(context: ProposalContext, *, max_numbers: int, max_rows: int = 10**9
     first = max(0, len(trials) - num_kept)
     before, newest = trials[: first - first % group], trials[first - first % group :]
     order = promotion_order([Candidate(trial.number, trial.costs, violation(trial)) for trial in before])
-    rung = {trial.number: trial.rung for trial in before}
-    best = sorted(order, key=lambda number: -rung[number])[:num_kept]  # stable: the order of promotion within a rung
+    has_failures_last = version is None or version >= FIRST_WITH_FAILURES_LAST
+    key = {t.number: (has_failures_last and t.costs is None, -t.rung) for t in before}  # failures have the last rung
+    best = sorted(order, key=key.__getitem__)[:num_kept]  # stable: the order of promotion within a rung
     kept = {*best, *(trial.number for trial in newest)}
     return replace(context, observations=tuple(o for o in context.observations if o.number in kept))
 

@@ -10,7 +10,7 @@ import pytest
 from search_spaces.preferences import lattice
 from search_spaces.study.search import MAX_PREFERENCES, GradientOptions
 from service.tune.searchers.base import SearchSetting
-from service.tune.searchers.descents import Descent, descents_of, num_steps_for, place_of
+from service.tune.searchers.descents import Descent, descents_of, fitting_points, num_steps_for, place_of
 
 OPTIONS = GradientOptions(steps=12, points=4)
 
@@ -32,6 +32,28 @@ def test_number_of_steps_for_proposals() -> None:
     descents = descents_of(GradientOptions(steps=12, points=3), ((1.0, 0.0), (0.0, 1.0)))
     assert [(each.num_steps, each.num_points) for each in descents] == [(12, 2), (3, 1)]
     assert [num_steps_for(number, descents) for number in (0, 1, 2, 3, 9)] == [0, 6, 12, 15, 15]
+
+
+@pytest.mark.parametrize(
+    ("points", "warm_steps", "num_vectors", "max_trials", "expected"),
+    [
+        (4, None, 1, 100, 4),
+        (4, None, 1, 2, 2),
+        (20, None, 1, 100, 12),  # a descent of twelve steps has twelve different points
+        (20, 2, 3, 100, 16),
+        (1, None, 3, 100, 1),  # every descent has a point all the same
+        (4, None, 3, 2, 3),
+    ],
+)
+def test_points_fit_steps_and_trials(
+    points: int, warm_steps: int | None, num_vectors: int, max_trials: int, expected: int
+) -> None:
+    options = GradientOptions(steps=12, points=points, warm_steps=warm_steps)
+    found = fitting_points(options, num_vectors=num_vectors, max_trials=max_trials)
+    assert found == expected
+    vectors = tuple((number / 4, 1 - number / 4) for number in range(num_vectors))
+    for descent in descents_of(options.model_copy(update={"points": found}), vectors):
+        assert descent.num_points <= descent.num_steps
 
 
 def test_descents_follow_neighbours() -> None:

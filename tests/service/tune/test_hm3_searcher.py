@@ -462,20 +462,77 @@ def test_the_best_paths_are_scored_on_more_samples(tmp_path: Path) -> None:
     assert killed.run(scheduler="successive_halving").trials == whole.trials
 
 
-def test_policies_that_are_gone_or_damaged_are_learned_again(undisturbed: Search, tmp_path: Path) -> None:
+def test_policies_that_are_gone_or_damaged_are_learned_again(
+    undisturbed: Search, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
     search = Search(tmp_path)
-
-    def observe(_: str) -> None:
-        if len(search.steps) == 3:
-            raise Killed
-
     with pytest.raises(Killed):
-        search.run(observer=observe)
-    files = [file for file in (tmp_path / "blobs").glob("*/*") if file.stat().st_size > 10_000]
+        search.run(observer=lambda _: kill_after(3, search))
+    damage_policies(tmp_path)
+    assert search.run().trials == undisturbed.trials
+    assert "the policy of iteration 2 is learned again" in caplog.text
+    assert "differs" not in caplog.text
+
+
+def test_policies_that_become_others_are_logged(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    search = Search(tmp_path)
+    with pytest.raises(Killed):
+        search.run(observer=lambda _: kill_after(3, search))
+    damage_policies(tmp_path)
+    search.told = setting(options=with_policy(epochs=1))  # in place of a machine that computes other bits
+    search.run()
+    for iteration in (1, 2):
+        assert f"the policy of iteration {iteration} was learned again, and differs from the stored one" in caplog.text
+
+
+def kill_after(num_steps: int, search: Search) -> None:
+    if len(search.steps) == num_steps:
+        raise Killed
+
+
+def damage_policies(directory: Path) -> None:
+    files = [file for file in (directory / "blobs").glob("*/*") if file.stat().st_size > 10_000]
     assert files
     for file in files:
         file.write_bytes(b"not a policy")
+
+
+def test_a_checkpoint_without_its_step_costs_nothing(
+    undisturbed: Search, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A driver that ended after it had stored a checkpoint, and before the step, continues from stored policies."""
+    put, last = PolicyCheckpoints.put, 3
+
+    def put_and_die(checkpoints: PolicyCheckpoints, iteration: int, content: bytes) -> None:
+        put(checkpoints, iteration, content)
+        if iteration == last:
+            raise Killed
+
+    search = Search(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyCheckpoints, "put", put_and_die)
+        with pytest.raises(Killed):
+            search.run()
+    assert len(search.steps) == last
     assert search.run().trials == undisturbed.trials
+    assert "learned again" not in caplog.text
+
+
+def test_policies_of_earlier_versions_are_read(
+    undisturbed: Search, tmp_path: Path, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study whose policies have two artifacts each continues, and new policies do not replace those that it needs."""
+    search = Search(tmp_path)
+    with monkeypatch.context() as patch:
+        patch.setattr(PolicyCheckpoints, "_artifact", PolicyCheckpoints._earlier_artifact)
+        with pytest.raises(Killed):
+            search.run(observer=lambda _: kill_after(3, search))
+    with pytest.raises(Killed):
+        search.run(observer=lambda _: kill_after(4, search))
+    assert search.run().trials == undisturbed.trials
+    assert "learned again" not in caplog.text
+    slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
+    assert slots == {f"hm3-policy-0-{turn}" for turn in "01a"}
 
 
 def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
@@ -484,7 +541,7 @@ def test_a_policy_for_each_preference_takes_its_turn(tmp_path: Path) -> None:
     assert [step.request.preference["math"] for step in search.steps] == [1.0, 0.0] * 3 + [1.0]
     assert [bool(step.result.checkpoint) for step in search.steps] == [False] * 2 + [True] * 5
     slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
-    assert slots == {f"hm3-policy-{policy}-{turn}" for policy in (0, 1) for turn in (0, 1)}
+    assert slots == {f"hm3-policy-{policy}-{turn}" for policy, turn in ("0a", "0b", "0c", "1b", "1c")}
 
 
 def test_a_conditioned_policy_is_one(tmp_path: Path) -> None:
@@ -492,7 +549,7 @@ def test_a_conditioned_policy_is_one(tmp_path: Path) -> None:
     search = Search(tmp_path, told=told).run()
     assert [step.request.preference for step in search.steps] == [{}] * 4
     slots = {record.name for record in ArtifactStore(search.store, tmp_path).of(search.study)}
-    assert slots == {"hm3-policy-0-0", "hm3-policy-0-1"}
+    assert slots == {"hm3-policy-0-a", "hm3-policy-0-b", "hm3-policy-0-c"}
 
 
 def with_policy(**changes: Any) -> SearchSection:

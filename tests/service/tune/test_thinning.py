@@ -80,6 +80,17 @@ def test_the_newest_and_the_best_trials_are_kept() -> None:
     assert better.number in kept
 
 
+@pytest.mark.parametrize(("version", "has_failures"), [(None, False), (4, False), (3, True), (2, True)])
+def test_failed_trials_are_left_out_first(version: int | None, has_failures: bool) -> None:
+    """A failure, which is stored with the last rung, is no better than a trial stopped at the first rung."""
+    given = context(90, num_rungs=3, version=version)
+    completed, failed, stopped = (set(range(first, 60, 3)) for first in range(3))
+    found = tuple(replace(o, costs=None, rung=2, fidelity=1.0) if o.number in failed else o for o in given.observations)
+    kept = set(numbers(thinned(replace(given, observations=found), max_numbers=100 * 4)))
+    assert kept >= completed | set(range(60, 90))
+    assert (len(kept & failed), len(kept & stopped)) == ((10, 0) if has_failures else (0, 10))
+
+
 def test_groups_of_trials_stay_whole() -> None:
     """Generations of 20 begin where they did among the newest trials, and whole ones come before them."""
     kept = numbers(thinned(context(207), max_numbers=90 * 4, group=20))
@@ -135,7 +146,7 @@ def test_a_later_version_is_refused_by_name() -> None:
     """A study of a searcher that this program has only in an earlier version does not continue."""
     resolved = resolved_study(algorithm="smac", searcher_version=9)
     job = JobRecord("1", "merge-code", JobState.STOPPED, {}, resolved.to_json(), 0.0, "search")
-    message = "'merge-code': was created with version 9 of the searcher smac, this program has versions up to 2"
+    message = "'merge-code': was created with version 9 of the searcher smac, this program has versions up to 4"
     with pytest.raises(Conflict, match=message):
         check_unchanged(job, resolved)
     known = resolved_study(algorithm="smac", searcher_version=1)

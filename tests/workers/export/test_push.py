@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -11,6 +12,7 @@ import torch
 
 from tests.hub_server import Hub, only_hub
 from tests.workers.recipes import arithmetic
+from workers.alignments.export import MODELING_FILE
 from workers.export.checkpoint import export
 from workers.export.push import push
 from workers.merging.bank import Bank
@@ -68,6 +70,23 @@ def test_another_push_replaces_the_model(hub: Hub, exports: tuple[Path, Path]) -
         json.loads(commits[after.commit]["recipe.json"])["digest"]
         != json.loads(commits[before.commit]["recipe.json"])["digest"]
     )
+
+
+def test_another_push_leaves_the_users_own_files(hub: Hub, exports: tuple[Path, Path], tmp_path: Path) -> None:
+    """Files that only the earlier export had are removed; an old chat_template.jinja would hide the new template."""
+    first, second = shutil.copytree(exports[0], tmp_path / "first"), shutil.copytree(exports[1], tmp_path / "second")
+    (second / "mergekit_config.yml").unlink()  # as of a merge that mergekit cannot express
+    (first / "heads").mkdir()
+    of_first = ("chat_template.jinja", "generation_config.json", "preprocessor_config.json", MODELING_FILE.name)
+    for name in (*of_first, "heads/heads.json", "heads/math.safetensors"):
+        (first / name).write_bytes(b"{}")
+    push(first, "owner/merge")
+    repository = hub.repositories["owner/merge"]
+    assert {*of_first, "heads/math.safetensors", "mergekit_config.yml"} <= repository.commits[repository.head].keys()
+    own = dict.fromkeys(("LICENSE", ".gitattributes", "notes/config.json", "results.json", "front.png"), b"mine")
+    repository.commits[repository.head] |= own
+    pushed = push(second, "owner/merge")
+    assert repository.commits[pushed.commit] == {file.name: file.read_bytes() for file in second.iterdir()} | own
 
 
 def test_a_repository_with_other_files_is_left_alone(hub: Hub, exports: tuple[Path, Path], tmp_path: Path) -> None:

@@ -21,6 +21,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.merging.plan import check_recipe
 from workers.models.family import open_family, resolve_family
+from workers.models.vocabulary import TokenRow
 from workers.types import Family
 
 NUM_TOKENS = 100  # of the character tokenizer
@@ -135,6 +136,46 @@ def test_rows_that_stand_for_no_token_are_the_bases(models: Path, tmp_path: Path
         assert torch.equal(bank.get("same", EMBEDDING)[:100], rows(tmp_path, "same")[:100])
         if tokenizer != "base":
             assert torch.equal(bank.get("same", EMBEDDING)[100], rows(tmp_path, "same")[100])
+
+
+NEW, AS_A = TokenRow("tools", "<tool>"), TokenRow("base", "a")
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hole"),
+    [
+        ({"<new>": NEW}, 0),
+        ({"<end>": AS_A}, 0),
+        ({"<end>": AS_A, "<new>": NEW}, 0),
+        ({"<end>": TokenRow()}, 0),
+        ({"<end>": AS_A}, 3),
+    ],
+)
+def test_tokens_without_a_row_get_one_before_new_ones(
+    models: Path, tmp_path: Path, tokens: dict[str, TokenRow], hole: int
+) -> None:
+    """A tokenizer with a token beyond the embedding, as Llama 2 with an added `<pad>`, perhaps after ids left out."""
+    base = shutil.copytree(models / "base", tmp_path / "rowless")
+    document, last = json.loads((base / "tokenizer.json").read_text()), NUM_TOKENS + hole
+    if hole:  # transformers numbers added tokens without holes
+        document["model"]["vocab"]["<end>"] = last
+    else:
+        document["added_tokens"].append({**document["added_tokens"][0], "id": last, "content": "<end>"})
+    (base / "tokenizer.json").write_text(json.dumps(document))
+    experts = {"wizard": models / "wizard", "tools": models / "tools"}
+    vocabulary = {"tokens": {token: {"model": row.model, "token": row.token} for token, row in tokens.items()}}
+    bank = Bank(resolve_family(base, experts, vocabulary=vocabulary, cache=tmp_path).family, cache=tmp_path)
+    tool, a = rows(models, "tools")[100], rows(tmp_path, "rowless")[token_ids(base)["a"]]
+    for alias in ("base", "wizard", "tools"):
+        found = bank.get(alias, EMBEDDING)
+        own = rows(models, alias)
+        assert len(found) == bank.base.config["vocab_size"] == last + 1 + ("<new>" in tokens)
+        assert torch.equal(found[:NUM_TOKENS], own[:NUM_TOKENS])
+        assert not found[NUM_TOKENS:last].any()
+        assert torch.equal(found[last], a if tokens.get("<end>") == AS_A else torch.zeros(32))
+        assert "<new>" not in tokens or torch.equal(found[last + 1], tool)
+    ids = token_ids(bank.sources.result_dir)
+    assert (ids["<end>"], ids.get("<new>", last + 1)) == (last, last + 1)
 
 
 def test_equal_vocabularies_are_left_as_they_are(models: Path) -> None:

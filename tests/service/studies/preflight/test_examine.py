@@ -38,6 +38,7 @@ from service.studies.preflight.resources import (
     uses_statistics,
 )
 from service.studies.preflight.result import ExpectedSamples, PreflightResult, StudyTasks
+from service.tune.searchers.descents import descents_of
 from service.types import Origin
 from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from tests.conftest import HIDDEN, write_choices
@@ -439,6 +440,29 @@ def test_by_default_all_samples_are_fitted_and_scored(root: Path) -> None:
     assert found.budget.rung_samples == (SIZES,)
     setting = found.search_setting(num_baselines=9)
     assert {name: setting.fitted(name) for name in SIZES} == {name: range(size) for name, size in SIZES.items()}
+
+
+def test_descents_end_within_the_trials(root: Path) -> None:
+    """With too few trials, or more points than gradients, fewer points become trials; stored studies keep theirs."""
+    space = {"search_space": {"kind": "layerwise"}, "fidelity": {"scheduler": "none"}}
+    for search, points in (
+        ({"max_trials": 2}, 2),
+        ({"max_trials": 14}, 4),
+        ({"algorithm": "gradient", "max_trials": 14, "gradient": {"steps": 3, "points": 9}}, 3),
+        ({"max_trials": 14, "gradient": {"steps": 4, "points": 9}, "preferences": {"lattice": 2}}, 6),
+    ):
+        found = examined(root, **space, search=search)
+        resolved = ResolvedStudy.from_json(found.resolved().to_json())
+        assert resolved.descent_points == points
+        setting = found.search_setting(num_baselines=9)
+        descents = descents_of(setting.options.gradient, setting.vectors)
+        ends = [descent.num_steps_to(point) for descent in descents for point in range(descent.num_points)]
+        assert len(set(ends)) == points if len(descents) == 1 else sum(d.num_points for d in descents) == points
+        assert ends[descents[0].num_points - 1] == setting.options.gradient.steps
+        asked = found.study.search.gradient.points
+        assert (f"; {points} points of descents" in found.algorithm.reason) == (points < asked)
+        assert found.search_setting(num_baselines=9, descent_points=asked).options == found.study.search
+    assert examined(root, search={"algorithm": "random", "max_trials": 2}).resolved().descent_points is None
 
 
 def test_the_engine_is_started_as_the_study_says(root: Path) -> None:
