@@ -7,6 +7,7 @@
 - `data_sets`: the places from which the data of tasks are loaded
 - `task_index`: index of the tasks that have a name
 - `task_loading`: limits on what lm-eval may read and run while it builds a task
+- `task_files`: the files of a task in YAML, and the digest by which changed files are noticed
 - `prompts`: tokenization, and the requests that a backend answers
 - `metrics`: lm-eval's filters and metrics, applied to answers
 - `shipped_tasks`: the tasks that this project ships, with facts about them; the download of data
