@@ -6,25 +6,12 @@ import re
 from dataclasses import dataclass
 from pathlib import Path
 
-from workers.models.merged_files import GENERATION_CONFIG
 from workers.models.modalities import MODALITIES
 from workers.models.remote.errors import HubUnusable, reason_of
-from workers.models.task_heads import HEADS_DIR
 
 __all__ = ["Pushed", "check_name", "push"]
 
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*")
-
-# Patterns of the files that some exports have and others lack.
-OF_SOME = (
-    "*.safetensors",
-    "*.safetensors.index.json",
-    f"{HEADS_DIR}/heads.json",
-    "modeling_aligned.py",
-    "mergekit_config.yml",
-    GENERATION_CONFIG,
-    *sorted({file for modality in MODALITIES.values() for file in modality.files}),
-)
 
 # Files that show that a repository is an export, or the hub made it; anything else in it is not overwritten.
 OWN, MADE_BY_HUB = "recipe.json", frozenset({".gitattributes", "README.md"})
@@ -70,7 +57,7 @@ def push(directory: str | Path, name: str, *, private: bool = False) -> Pushed:
             repo_id=name,
             folder_path=Path(directory),
             commit_message="Upload a merge made by mergesearch",
-            delete_patterns=list(OF_SOME),
+            delete_patterns=_files_of_some(),
         )
     except HubUnusable:
         raise
@@ -78,3 +65,19 @@ def push(directory: str | Path, name: str, *, private: bool = False) -> Pushed:
         reason = reason_of(error, name, "main").removeprefix("it is not completely in the hub's cache, and ")
         raise HubUnusable(f"{name}: {reason}") from error
     return Pushed(name, str(commit.oid), str(commit.commit_url))
+
+
+def _files_of_some() -> list[str]:
+    """Patterns of the files that some exports have and others lack."""
+    from workers.models.merged_files import GENERATION_CONFIG
+    from workers.models.task_heads import HEADS_DIR
+
+    return [
+        "*.safetensors",
+        "*.safetensors.index.json",
+        f"{HEADS_DIR}/heads.json",
+        "modeling_aligned.py",
+        "mergekit_config.yml",
+        GENERATION_CONFIG,
+        *sorted({file for modality in MODALITIES.values() for file in modality.files}),
+    ]
