@@ -356,7 +356,7 @@ class Role(StrEnum):
 
 
 class LoginRule(StrEnum):
-    """Which identity of the identity provider can log in as a user.
+    """Rule by which an identity of the identity provider can log in as a user.
 
     - `FIRST`: the first identity that logs in under the user's name, and then only this identity.
     - `KNOWN`: the identity that has logged in as the user before; nobody if there is none.

@@ -101,7 +101,7 @@ class TransportError:
 
 @dataclass
 class Attempts:
-    """What is known about the attempts to send a request.
+    """Knowledge about the attempts to send a request.
 
     If `may_have_arrived` is True, the response to an attempt was lost: the server may have done what the request asks.
     """

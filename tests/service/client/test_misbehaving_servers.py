@@ -130,7 +130,7 @@ def test_what_is_no_mergesearch_server_is_told_so(ask: Asker, answer: Any, messa
 
 
 def test_page_is_no_stream_of_events(ask: Asker) -> None:
-    """An address that responds to every request with a page is told so, and not asked again and again."""
+    """An address that responds to every request with a page raises an error, and is not asked again and again."""
 
     async def awaited(url: str) -> list[Event]:
         async with AsyncClient(url) as client:

@@ -205,7 +205,7 @@ def test_large_files_are_read_once(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     "text", ["task: &a [*a]\ngroup: both\n", "include: choices.yaml\n", "- 1\n", "task: [unclosed"]
 )
 def test_files_that_are_no_tasks_have_a_content(tmp_path: Path, text: str) -> None:
-    """What is wrong with them is reported when the task is built."""
+    """A content is computed for them, and their errors are reported when the task is built."""
     (tmp_path / "choices.yaml").write_text(text)
     assert yaml_content(str(tmp_path / "choices.yaml"), None).startswith("files:")
     with pytest.raises(InvalidTask, match=r"no\.yaml: cannot be read"):

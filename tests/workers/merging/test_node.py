@@ -193,7 +193,7 @@ def test_leftovers_are_removed_before_memory_is_planned(root: Path, monkeypatch:
 
 
 def test_memory_with_another_layout_is_not_read(root: Path) -> None:
-    """A process that expects the tensors at other places, such as one of another version, is told so."""
+    """A process that expects the tensors at other places, such as one of another version, gets an error."""
     first, second = (SharedDirectory("sources", root=root) for _ in range(2))
     assert first.fill(3, twos, layout="a, b").tolist() == [2, 2, 2]
     assert second.fill(3, twos, layout="a, b").tolist() == [2, 2, 2]
