@@ -18,8 +18,10 @@ and `mlp` give X the distribution of Y, and do not compare activations token by 
 A map is fitted to all tokens except the first of each text, and applied to all tokens. In trained models the first
 token has values in a few channels that are larger than all others by orders of magnitude, from an early layer on. In
 such a channel, the slope of the map is the slope of the line through two points: the mean of the other tokens and the
-mean of the first tokens. `mlp` and `ridge` neither change this channel nor add it to other channels. So the first token
-keeps values of the size for which the next layer was trained.
+mean of the first tokens. `mlp` neither changes this channel nor adds it to other channels. With `ridge` these channels
+of x take no part in the regression; they carry what the regression lacks to map the mean of the first tokens of x to
+that of y, whose large channels may be others. So the first token gets values of the size for which the next layer was
+trained.
 
 The authors give the losses, two hidden layers and 5 to 15 epochs. The form of P, the statistics that the network
 receives and all other numbers were chosen here. A dense D x D output would have more weights than the two layers.
@@ -210,13 +212,12 @@ def fit_ridge(
     """Fit a matrix and a shift that map activations x to activations y of the same tokens, by ridge regression.
 
     The arguments are those of the function `fit_mlp`. The penalty is the one of PENALTIES with the smallest squared
-    error on the held-out rows, over JUDGED_CHANNELS channels of y. In channels of x in which the first tokens are
-    outliers, the alignment is as the function `fit_moments` fits it. Computed in float64; equal arguments give equal
-    bits on one machine with one number of threads.
+    error on the held-out rows, over JUDGED_CHANNELS channels of y. Channels of x in which the first tokens are outliers
+    take no part in the regression. They have the coefficients with which the mean of the first tokens of x becomes that
+    of y. Computed in float64; equal arguments give equal bits on one machine with one number of threads.
     """
     _check(*train)
     x, y = train[0].double(), train[1].double()
-    moments = fit_moments(*train, first=first)
     is_outlier = (
         torch.zeros(x.shape[1], dtype=torch.bool) if first is None else _are_outliers(first[0], train[0].float())
     )
@@ -236,7 +237,11 @@ def fit_ridge(
     found = torch.cholesky_solve(cross, factor)
     projection = torch.zeros(y.shape[1], x.shape[1], dtype=x.dtype)
     projection[:, free] = found.T
-    projection[is_outlier] = torch.diag(moments.tensors()["scale"].double())[is_outlier]
+    if first is not None and is_outlier.any():
+        away = first[0].double().mean(dim=0) - mean_x
+        missing = first[1].double().mean(dim=0) - mean_y - projection @ away
+        outliers = torch.where(is_outlier, away, 0.0)
+        projection += torch.outer(missing, outliers / outliers.square().sum())
     shift = mean_y - projection @ mean_x
     return Alignment(projection=projection.float(), shift=shift.float())
 

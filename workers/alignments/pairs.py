@@ -23,8 +23,8 @@ from workers.types import Family, TaskSpec
 
 __all__ = ["AlignmentInputs", "alignment_file", "find_alignment", "keep_alignment"]
 
-# Part of every key; increased when alignments are learned in another way.
-VERSION = 3
+# Part of every key; increased for a kind when its alignments are learned in another way.
+VERSIONS: Mapping[Kind, int] = {"moments": 3, "mlp": 3, "ridge": 4}
 
 # Engine options that prompts depend on.
 PROMPT_OPTIONS = ("add_bos_token", "chat_template", "max_model_len")
@@ -63,7 +63,7 @@ class AlignmentInputs:
         if engine["system_prompt"] is not None:  # keys of studies without one are those of earlier versions
             prompts["system_prompt"] = engine["system_prompt"]
         document = {
-            "hm3 alignment": VERSION,
+            "hm3 alignment": VERSIONS[self.kind],
             "kind": self.kind,
             "pair": [[self.pool[model].digest, layer] for model, layer in pair],
             "family": self.family.fingerprint,

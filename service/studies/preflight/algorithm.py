@@ -121,9 +121,9 @@ def _note_of_points(study: Study) -> str:
 def _warning_of_draws(study: Study) -> str:
     """Warning for a study whose merges' layers are mostly drawn at random, and rarely chosen by its policies.
 
-    The warning is given if policies choose the layers of fewer than half of the trials; otherwise the result is "".
-    Trials that mutate (randomly change) the best known sequences of layers are not counted; the option `elite_share`
-    sets the share of such trials.
+    The warning is given if policies choose the layers of fewer trials than are drawn at random; otherwise the result is
+    "". Trials that mutate (randomly change) the best known sequences of layers are in neither number; the option
+    `elite_share` sets the share of such trials.
     """
     drawn, chosen = _draws_of(study)
     if chosen >= drawn:

@@ -29,7 +29,7 @@ from service.tune.proposing.checkpoints import PolicyCheckpoints
 from service.tune.proposing.searcher_state import SearcherState
 from service.tune.searchers import get_searcher
 from service.tune.searchers.base import LearningSearcher, Observation, ProposalContext, SearchSetting
-from service.tune.searchers.hm3 import Hm3Searcher, paths_of
+from service.tune.searchers.hm3 import FEW_STEPS, Hm3Searcher, action_of, paths_of
 from service.types import Origin
 from tests.search_spaces.spaces.families import models, space
 from tests.service.tune.harness import (
@@ -45,6 +45,7 @@ from tests.service.tune.harness import (
 )
 from workers.errors import TrainingFailed, TrialFailed
 from workers.serving.fake import FakeScorer
+from workers.training.hm3.actions import LegalSteps
 from workers.types import ScoreRequest, ScoreResult
 
 pytestmark = pytest.mark.slow  # whole searches
@@ -286,10 +287,20 @@ def proposed_in(search: Search) -> list[Mapping[str, Any]]:
     return [row.configuration or {} for row in rows]
 
 
+def num_edits(one: Sequence[int], other: Sequence[int]) -> int:
+    """The least number of replaced, inserted and removed elements that make `other` of `one` (Levenshtein)."""
+    row = list(range(len(other) + 1))
+    for i, left in enumerate(one, start=1):
+        before, row[0] = row[0], i
+        for j, right in enumerate(other, start=1):
+            before, row[j] = row[j], min(row[j] + 1, row[j - 1] + 1, before + (left != right))
+    return row[-1]
+
+
 def test_paths_are_mutants_of_the_best_that_are_known(tmp_path: Path) -> None:
-    """With `elite_share: 1` all paths are, once results are known; each is near one of the archive's."""
+    """With `elite_share: 1` all paths are, once results are known; each is one to three changes from the archive's."""
     told = setting(options=with_policy(elite_share=1.0, archive=1))
-    search = Search(tmp_path, told=told).run()
+    search = Search(tmp_path, told=told, min_path_length=6, max_path_length=12).run()
     paths = paths_of(search.space.parameters)
     trials = [row for row in search.store.trials(search.study) if row.configuration is not None]
     outcome = {
@@ -299,15 +310,19 @@ def test_paths_are_mutants_of_the_best_that_are_known(tmp_path: Path) -> None:
     }
     own = [row for row in trials if row.origin is Origin.SEARCH]
     first = own[0].number
-    for row in own[2 * POLICY.episodes :]:
+
+    def edits(row: Any, *, before: int) -> int:
+        """Edits between a path and the best one among the trials with a number below `before`."""
+        known = [each for each in trials if each.number < before]
+        best = max(known, key=lambda each: (outcome[each.number], -each.number))
+        return num_edits(*(paths.path(each.configuration or {}) for each in (row, best)))
+
+    drawn, mutants = own[: 2 * POLICY.episodes], own[2 * POLICY.episodes :]
+    for row in mutants:
         end = first + ((row.number - first) // POLICY.episodes - 1) * POLICY.episodes
-        best = max(
-            (each for each in trials if each.number < end), key=lambda each: (outcome[each.number], -each.number)
-        )
-        steps, of_best = (paths.path(each.configuration or {}) for each in (row, best))
-        assert steps != of_best
-        assert abs(len(steps) - len(of_best)) <= 6
-        assert len(set(steps) & set(of_best)) >= len(set(of_best)) - 6
+        assert edits(row, before=end) in (1, 2, 3)
+    far = [edits(row, before=first + POLICY.episodes) > 3 for row in drawn[POLICY.episodes :]]
+    assert sum(far) > len(far) / 2, "paths that are drawn are not near the best one"
 
 
 def test_no_path_is_proposed_twice(tmp_path: Path) -> None:
@@ -322,6 +337,18 @@ def test_no_path_is_proposed_twice(tmp_path: Path) -> None:
     plain = setting(options=with_policy(avoids_repeats=False, elite_share=0.0))
     same = Search(tmp_path / "plain", told=plain, max_jump=0).run(max_trials=14)
     assert proposed_in(same) == proposed_in(repeating)
+
+
+@pytest.mark.parametrize(("num_models", "chosen"), [(4, "categorical"), (5, "wolpertinger")])
+def test_auto_draws_from_all_steps_where_they_are_few(num_models: int, chosen: str) -> None:
+    """With paths that may jump to any layer, each model adds its 8 layers to the allowed steps; one step is the end."""
+    family = replace(models(tuple("abcde"[: num_models - 1]), 8), fingerprints={n: n for n in ("base", *"abcde")})
+    built = space("hm3", family, max_jump=7, min_path_length=1, max_path_length=5)
+    paths = paths_of(built.parameters)
+    assert (LegalSteps(paths).most <= FEW_STEPS) == (chosen == "categorical")
+    assert action_of(paths, setting(options=with_policy(action="auto"))) == chosen
+    assert action_of(paths, setting(options=with_policy(action="auto"), version=1)) == "wolpertinger"
+    assert action_of(paths, setting(options=with_policy(action="categorical"))) == "categorical"
 
 
 def test_a_search_without_results_yet_has_no_mutants() -> None:

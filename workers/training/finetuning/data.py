@@ -285,7 +285,8 @@ def _chat(
     from message number `first` (counted from 0) on, and the tokens that end their turns. `prompts` has the tokenizer.
     With `has_bos`, the document begins with BOS if the prompts of evaluation tasks do. In error messages, `origin`
     names the row, and `name` names the keys of the row that have the conversation. Raises InvalidTask if the
-    conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn.
+    conversation is malformed, has no message of the assistant, or cannot be rendered turn by turn, or if the template
+    writes a message's content as a Python expression.
     """
     if not isinstance(messages, list) or not all(
         isinstance(each, Mapping) and {"role", "content"} <= each.keys() for each in messages
@@ -300,6 +301,11 @@ def _chat(
     def rendered(count: int, *, asks: bool) -> str:
         return str(prompts.tokenizer.apply_chat_template(messages[:count], tokenize=False, add_generation_prompt=asks))
 
+    if (written := _written_as_python(messages, prompts)) is not None:
+        raise InvalidTask(
+            f"{origin}: the chat template of {prompts.directory} writes the content {written[:60]!r} of a message "
+            f"in {name} as a Python expression; expected content as text"
+        )
     bos = _added_bos(rendered(turns[0] + 1, asks=False), prompts) if has_bos else []
     text, tokens = "", bos
     has_loss = [False] * len(bos)
@@ -314,6 +320,26 @@ def _chat(
             has_loss += [counts] * (len(extended) - len(tokens))
             text, tokens = longer, extended
     return Document(tuple(tokens), tuple(has_loss), origin)
+
+
+def _written_as_python(messages: Sequence[Mapping[str, Any]], prompts: Prompts) -> str | None:
+    """The first content in `messages` that the chat template writes as a Python expression, such as a list of parts.
+
+    Contents that are no text (lists, objects, null and truth values) are compared with an empty text in their place.
+    Returns the expression, or None if there is none.
+    """
+
+    def rendered(contents: Sequence[Any]) -> str:
+        changed = [{**each, "content": content} for each, content in zip(messages, contents, strict=True)]
+        return str(prompts.tokenizer.apply_chat_template(changed, tokenize=False))
+
+    contents = [each["content"] for each in messages]
+    odd = [each for each in contents if each is None or isinstance(each, list | Mapping | bool)]
+    if not odd:
+        return None
+    text = rendered(contents)
+    plain = rendered(["" if any(each is one for one in odd) else each for each in contents])
+    return next((str(each) for each in odd if text.count(str(each)) > plain.count(str(each))), None)
 
 
 def _added_bos(text: str, prompts: Prompts) -> list[int]:

@@ -22,9 +22,12 @@ __all__ = ["TrainedModel", "check_packing", "computes_in", "load_model"]
 # Tokens per document in the check that documents in one row do not see each other.
 PROBE = 8
 
-# The largest difference that rounding may make in a logit, relative to the standard deviation of logits. It was 1e-6 in
-# layouts that keep documents apart, and 1e-3 and more in others, with random weights.
-# With bfloat16, rounding is 2^16 times as coarse, and states that change logits less than that are not noticed.
+# The largest difference that a document may make in a logit of the next one, relative to the standard deviation of
+# logits. Both rows are computed by the same kernels. With random weights it was at most 1e-6 in layouts that keep
+# documents apart, and 0 with bfloat16; in others it was at least 1e-3 with float32 and 0.018 with bfloat16.
+LEAKED = {torch.float32: 1e-4, torch.bfloat16: 0.01}
+
+# The largest difference that another kernel for attention may make in a logit, relative to the same deviation.
 ROUNDING = {torch.float32: 1e-4, torch.bfloat16: 0.05}
 
 
@@ -188,7 +191,7 @@ def check_packing(model: Any, called: Any = None) -> None:
     logits = found.float()
     model.train(was_training)
     difference = float((logits[0] - logits[1]).abs().max())
-    if not difference <= ROUNDING[found.dtype] * float(logits.std()):
+    if not difference <= LEAKED[found.dtype] * float(logits.std()):
         raise InvalidModel(
             (
                 f"data.packing: true; in models of type {model.config.model_type!r} a document of a row changes the "

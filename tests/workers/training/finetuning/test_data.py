@@ -66,6 +66,22 @@ def test_in_a_chat_the_loss_is_on_what_the_assistant_says(tmp_path: Path, prompt
     assert prompts.tokenizer.decode(learned) == "y\nw\n"
 
 
+@pytest.mark.parametrize("content", [[{"type": "text", "text": "x"}], {"text": "x"}, None, True])
+def test_contents_written_as_python_are_refused(tmp_path: Path, prompts: Prompts, content: Any) -> None:
+    """Contents that are no text are accepted only if the template writes something else than a Python expression."""
+    messages = [{"role": "user", "content": content}, {"role": "assistant", "content": "y"}]
+    data = data_of(tmp_path, {"messages": messages})
+    prompts.tokenizer.chat_template = TEMPLATE
+    with pytest.raises(
+        InvalidTask, match=r"line 1: the chat template of .* in messages as a Python expression"
+    ) as refused:
+        read_documents(data, prompts)
+    assert repr(str(content)) in str(refused.value)
+    prompts.tokenizer.chat_template = TEMPLATE.replace("m['content']", "m['content'] | tojson")
+    (document,) = read_documents(data, prompts)
+    assert any(document.has_loss)
+
+
 def test_chats_begin_as_prompts_of_tasks_do(tmp_path: Path, prompts: Prompts) -> None:
     """A chat has the tokenizer's BOS once, whether its template writes it or not; earlier versions added none."""
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "content": "y"}]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -115,6 +116,40 @@ def test_losses_are_those_of_the_models(family: Path) -> None:
                 total -= float(scores[-1, list(reading.ends)].logsumexp(0))
                 num_tokens += len(answer) + 1
             assert measured[name] == pytest.approx(total / num_tokens, rel=1e-3)
+
+
+def test_prompts_of_chats_are_written_by_the_chat_template(family: Path, tmp_path: Path) -> None:
+    """Losses of a merge on the task of an expert that was trained on chats are those of the template's prompts."""
+    place = tmp_path / "family"
+    shutil.copytree(family, place)
+    for name in ("base", "math", "text"):
+        (place / name / "chat_template.jinja").write_text(
+            "<s>{% for m in messages %}Q: {{ m.content }}\nA: {% endfor %}"
+        )
+    templated = [f"Q: math{i}=\nA: " for i in range(ITEMS)]
+    (place / "plain.jsonl").write_text(
+        "".join(json.dumps({"prompt": prompt, "answer": str(i)}) + "\n" for i, prompt in enumerate(templated))
+    )
+    chat = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    (place / "chats.jsonl").write_text(json.dumps({"messages": chat}) + "\n")
+
+    def loss(data: str, task: str) -> float:
+        objective = {"name": "math", "task": {"file": task, "max_tokens": 4}, "metric": "exact_match"}
+        document = {
+            "name": "math",
+            "base": "base",
+            "data": {"file": data, "completion": "{{answer}}"},
+            "training": {"steps": 1},
+            "evaluation": {"objectives": [objective]},
+        }
+        specs = {"math": parse_spec(document, place), "text": spec(place, "text")}
+        measuring = losses_of_experts(specs, {name: place / name for name in specs}, samples=ITEMS)
+        # Tasks choose other halves of their samples.
+        return (measuring.of(MATH_ALONE)["math"] + measuring.report(MATH_ALONE).losses["math"]) / 2
+
+    chats = loss("chats.jsonl", "math.jsonl")
+    assert chats == pytest.approx(loss("plain.jsonl", "plain.jsonl"), rel=1e-5)
+    assert abs(chats - loss("math.jsonl", "math.jsonl")) > 0.01
 
 
 def test_metrics_are_those_of_the_merge_on_the_reported_samples(family: Path, tmp_path: Path) -> None:

@@ -418,14 +418,35 @@ def test_packing_is_refused_where_documents_see_each_other(place: Path, tmp_path
     run(place, tmp_path / "apart", base=str(base), data={"packing": False}, training={"steps": 1})
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("model_type", ["gpt2", "gemma3_text", "qwen3_moe"])
-def test_packing_is_accepted_where_attention(tmp_path: Path, model_type: str) -> None:
+def test_packing_is_accepted_where_attention(tmp_path: Path, model_type: str, dtype: torch.dtype) -> None:
     """Packing is accepted where attention ends with a document."""
     from transformers import AutoModelForCausalLM
 
-    model = AutoModelForCausalLM.from_pretrained(layout_family(tmp_path, model_type).base.directory)
+    model = AutoModelForCausalLM.from_pretrained(layout_family(tmp_path, model_type).base.directory, dtype=dtype)
     check_packing(model.train())
     assert model.training
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("model_type", "sizes"),
+    [
+        ("lfm2", {"full_attn_idxs": [1, 3]}),
+        ("falcon_h1", {"mamba_d_ssm": 64, "mamba_n_heads": 4, "mamba_d_head": 16, "mamba_d_state": 8, "head_dim": 8}),
+    ],
+)
+def test_states_are_noticed_in_each_precision(model_type: str, sizes: dict[str, Any], dtype: torch.dtype) -> None:
+    """With random weights, states change logits least; in bfloat16 by little more than its rounding."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    common = {"vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    heads = {"num_attention_heads": 4, "num_key_value_heads": 2}
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(model_type, **common, **heads, **sizes)
+    with pytest.raises(InvalidModel, match=r"data.packing: true"):
+        check_packing(AutoModelForCausalLM.from_config(config).to(dtype))
 
 
 def test_the_scale_is_fitted_to_experts(place: Path, tmp_path: Path) -> None:
