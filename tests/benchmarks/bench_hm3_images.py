@@ -166,7 +166,9 @@ class PathBench(ImageBench):
 
     @cached_property
     def scorer(self) -> Any:
-        return ImageWorker(self.judge.models.family, EngineOptions(dtype="float32", max_layers=MAX_LAYERS))
+        return ImageWorker(
+            self.judge.models.family, EngineOptions(dtype="float32", max_layers=MAX_LAYERS), device="cpu"
+        )
 
 
 @cache

@@ -149,7 +149,7 @@ class ImageBench(Bench):
 
     @cached_property
     def scorer(self) -> Any:
-        return ImageWorker(self.judge.models.family, EngineOptions(dtype="float32"))
+        return ImageWorker(self.judge.models.family, EngineOptions(dtype="float32"), device="cpu")
 
     @cached_property
     def judge(self) -> PreflightResult:

@@ -54,7 +54,7 @@ def measure(directory: Path) -> dict[str, Any]:
     options = EngineOptions(max_model_len=512, threads=THREADS, dtype="float32")
     os.environ.update(engine_environment(options, os.environ))
     torch.set_num_threads(THREADS)
-    speeds = [measured_speeds(THREADS)]
+    speeds = [measured_speeds(THREADS, device="cpu")]
     experts = {path.name: path for path in sorted(directory.iterdir()) if path.name.startswith("e") and path.is_dir()}
     family = open_family(directory / "base", experts, cache=directory / "cache")
     spec = task_of(directory)
@@ -109,7 +109,7 @@ def measure(directory: Path) -> dict[str, Any]:
     report, *seconds = timed(lambda: worker.verify(recipe, samples, (span,)))
     note("verification", *seconds, samples=VERIFIED, equal=report.num_equal)
     worker.engine.close()
-    speeds.append(measured_speeds(THREADS))
+    speeds.append(measured_speeds(THREADS, device="cpu"))
     return {"directory": directory.name, "rows": rows, "speeds": speeds}
 
 

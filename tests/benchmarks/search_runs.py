@@ -389,6 +389,7 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
         return preflight
     import ray
 
+    from service.studies.preflight.shared_gpus import SharedGpu
     from service.tune.proposing.alignments import alignments_in
     from workers.alignments.pairs import AlignmentInputs
     from workers.alignments.samples import positions_of
@@ -404,7 +405,14 @@ def with_alignments(preflight: PreflightResult) -> PreflightResult:
     )
     if not ray.is_initialized():
         ray.init(include_dashboard=False)
-    names = alignments_in(ALIGNMENTS, inputs, space.pairs, before={}, note=lambda text: print(text, file=sys.stderr))
+    names = alignments_in(
+        ALIGNMENTS,
+        inputs,
+        space.pairs,
+        before={},
+        gpu_bytes=SharedGpu.smallest(preflight.machines),
+        note=lambda text: print(text, file=sys.stderr),
+    )
     family = replace(preflight.models.family, alignments_dir=str(ALIGNMENTS.resolve()))
     return replace(preflight, space=space.with_alignments(names), models=replace(preflight.models, family=family))
 

@@ -95,7 +95,7 @@ def test_an_image_study_survives_kills(fake_server: Server, tmp_path: Path) -> N
     assert f"trial {best}" in report.lower()
 
     preflight = examine(load_study(file))
-    scorer = Scorer(preflight.models.family, preflight.engine_options)
+    scorer = Scorer(preflight.models.family, preflight.engine_options, device="cpu")
     with closing(Store(f"sqlite:///{server.data_dir / DATABASE}")) as store:
         resolved = ResolvedStudy.of(store.job(study))
         expected = undisturbed(file, tmp_path / "alone", scorer=scorer, resolved=resolved)

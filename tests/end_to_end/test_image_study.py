@@ -60,7 +60,7 @@ def scorers(root: Path) -> dict[int, Scorer]:
 def scorer_of(preflight: PreflightResult, scorers: dict[int, Scorer]) -> Scorer:
     options = preflight.engine_options
     if options.max_layers not in scorers:
-        scorers[options.max_layers] = Scorer(preflight.models.family, options)
+        scorers[options.max_layers] = Scorer(preflight.models.family, options, device="cpu")
     return scorers[options.max_layers]
 
 
@@ -188,7 +188,7 @@ def test_killed_studies_continue(root: Path, scorers: dict[int, Scorer], tmp_pat
     scorer = scorer_of(preflight, scorers)
     while True:
         if num_kills % 4 == 3:
-            scorer = Scorer(preflight.models.family, preflight.engine_options)
+            scorer = Scorer(preflight.models.family, preflight.engine_options, device="cpu")
         try:
             killed.drive(scorer, observer=killer(2 + num_kills % 5))
             break
@@ -245,7 +245,7 @@ def step_gradient(step: Step) -> Any:
 def test_a_wrong_score_fails_the_study(root: Path, scorers: dict[int, Scorer], tmp_path: Path) -> None:
     """Scores of an engine that reads images in another way than the export are found by the verification."""
     preflight = preflight_of(root, SPACES["lfs"], search={**SHORT, "max_trials": 2})
-    scorer, run = Scorer(preflight.models.family, preflight.engine_options), Run(preflight, tmp_path)
+    scorer, run = Scorer(preflight.models.family, preflight.engine_options, device="cpu"), Run(preflight, tmp_path)
     right = scorer.evaluator._features
     scorer.evaluator._features = lambda pixels: right(pixels.flip(-1))
     run.drive(scorer)

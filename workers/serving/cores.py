@@ -31,7 +31,8 @@ def make_worker(
     - `family`: the base model and its experts
     - `options`: the options of the engine; with the option `threads`, the environment has the number of threads already
     - `engines`: the number of equal engines in the cluster; None means as many as GPUs allow
-    - `on_gpus`: whether engines run on GPUs
+    - `on_gpus`: whether engines run on GPUs. The workers of modalities that do not run on vLLM are given the device;
+      vLLM runs on GPUs if it is built for them
     - `own`: other arguments of the worker's class
 
     Raises EngineUnavailable if the engine does not start.
@@ -47,7 +48,9 @@ def make_worker(
         if (torch := sys.modules.get("torch")) is not None:
             torch.set_num_threads(threads)
         log.info("%d engines share %d cores: %d threads for each process of one", shared_by, cores, threads)
-    worker: Worker = MODALITIES[family.modality].worker_class()(family, options, **own)
+    modality = MODALITIES[family.modality]
+    device = {} if modality.runs_on_vllm else {"device": "cuda" if on_gpus else "cpu"}
+    worker: Worker = modality.worker_class()(family, options, **own, **device)
     return worker
 
 

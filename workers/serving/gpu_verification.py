@@ -17,7 +17,7 @@ from workers.errors import InvalidModel
 from workers.serving.gpu_shares import has_share, on_share
 from workers.types import VerificationReport
 
-__all__ = ["WEIGHT_BYTES", "verification_bytes", "verify_on_free_gpus"]
+__all__ = ["WEIGHT_BYTES", "is_of_gpu", "verification_bytes", "verify_on_free_gpus"]
 
 log = logging.getLogger(__name__)
 
@@ -170,7 +170,7 @@ def verify_on_free_gpus(
         log.info("verification runs %s", where)
         report: VerificationReport = ray.get(actor.verify.remote(*arguments, **options))
     except RayTaskError as error:
-        if _is_of_gpu(error.cause) or isinstance(error.cause, InvalidModel):
+        if is_of_gpu(error.cause) or isinstance(error.cause, InvalidModel):
             log.warning("verification failed on the GPU, and the CPU computes: %s", error.cause)
             return None
         if isinstance(error.cause, Exception):
@@ -204,7 +204,7 @@ def _free_here() -> Mapping[str, float]:
     return found
 
 
-def _is_of_gpu(error: BaseException | None) -> bool:
+def is_of_gpu(error: BaseException | None) -> bool:
     """Whether an error of PyTorch comes from a GPU, for example because the GPU's memory is full."""
     import torch
 

@@ -36,11 +36,10 @@ class ImageWorker:
     """Worker of a replica for image classifiers; it implements the interface `workers.serving.replica.Worker`.
 
     `family` has the base model and its experts, and `options` are the options of the engine. `device` is the engine's
-    device; None means a GPU if the process has one, else the CPU. Raises EngineUnavailable if the engine does not
-    start.
+    device. Raises EngineUnavailable if the engine does not start.
     """
 
-    def __init__(self, family: Family, options: EngineOptions, *, device: str | None = None) -> None:
+    def __init__(self, family: Family, options: EngineOptions, *, device: str) -> None:
         import torch
 
         from workers.engines.images.engine import ImageEngine
@@ -51,7 +50,7 @@ class ImageWorker:
             torch.set_num_threads(options.threads)
         # Process ids repeat, and samples scored before a fault must be told from those scored after it.
         self.name = f"{socket.gethostname()}-{os.getpid()}-{secrets.token_hex(3)}"
-        self.engine = ImageEngine(family, options, name=self.name, device=device)
+        self.engine = ImageEngine(family, options, device=device, name=self.name)
         self.pixels = Pixels(self.engine.sources.result_dir)
         self.evaluator = ImageEvaluator(
             self.engine.sources,

@@ -49,6 +49,7 @@ from service.studies.preflight.examine import examine
 from service.studies.preflight.files import FilesRefused
 from service.studies.preflight.models import check_unchanged
 from service.studies.preflight.result import PreflightResult
+from service.studies.preflight.shared_gpus import SharedGpu
 from service.tune.coordinator import Coordinator
 from service.tune.plan import Baseline, Benchmark, Plan, baselines_of
 from service.tune.proposing.checkpoints import PolicyCheckpoints
@@ -122,7 +123,8 @@ def with_alignments(
         if artifacts.remote is not None:
             _restore(artifacts, directory, before.values())
         started = time.monotonic()
-        names = alignments_in(directory, inputs, space.pairs, before=before, note=note)
+        smallest = SharedGpu.smallest(preflight.machines)
+        names = alignments_in(directory, inputs, space.pairs, before=before, gpu_bytes=smallest, note=note)
         earlier = read_alignment_cost(store.document(writer.job_id, ALIGNMENT_COST)).seconds
         cost = AlignmentCost(earlier + time.monotonic() - started)
         if artifacts.remote is not None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from typing import TYPE_CHECKING, Any
 
-from service.studies.planning.profiles import MachineProfile
+from service.studies.planning.profiles import PRODUCTS, MachineProfile
 from workers.types import Placement
 
 if TYPE_CHECKING:
@@ -15,15 +15,6 @@ if TYPE_CHECKING:
 __all__ = ["chart_values"]
 
 GIB = 1 << 30
-# Values of the node label of NVIDIA's GPU feature discovery, by the beginning of a profile's name.
-PRODUCTS = {
-    "h100": "NVIDIA-H100-80GB-HBM3",
-    "h200": "NVIDIA-H200",
-    "a100-40gb": "NVIDIA-A100-SXM4-40GB",
-    "a100": "NVIDIA-A100-SXM4-80GB",
-    "l40s": "NVIDIA-L40S",
-    "rtx4090": "NVIDIA-GeForce-RTX-4090",
-}
 # Shares of a node's memory: of a pod, as the system needs some, and of its shared memory, which counts towards it. The
 # chart refuses more than half of a pod's memory.
 POD_SHARE, SHM_SHARE, MOST_SHM_SHARE = 0.9, 0.3, 0.5
@@ -62,9 +53,10 @@ def chart_values(
         "minReplicas": 0,
         "maxReplicas": max(1, placement.nodes),
     }
-    product = next((label for kind, label in PRODUCTS.items() if profile.name.startswith(kind)), None)
+    product = next((name for kind, name in PRODUCTS.items() if profile.name.startswith(kind)), None)
     if product is not None:
-        group["nodeSelector"] = {"nvidia.com/gpu.product": product}
+        # The label of NVIDIA's GPU feature discovery.
+        group["nodeSelector"] = {"nvidia.com/gpu.product": product.replace(" ", "-")}
     # Engines of several GPUs take long to load.
     idle = {"idleTimeoutSeconds": 3600} if study.engine.tensor_parallel_size > 1 else {}
     return {"image": {"variant": "gpu"}, "models": cache, "ray": {**idle, "gpuGroups": [group]}}

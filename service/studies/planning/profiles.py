@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 from service.engine_machines import EngineMachines
 
-__all__ = ["KINDS", "MachineProfile"]
+__all__ = ["KINDS", "PRODUCTS", "MachineProfile"]
 
 GB, GIB, TERA = 10**9, 1 << 30, 1e12
 
@@ -149,4 +149,14 @@ KINDS: dict[str, MachineProfile] = {
     "cpu": MachineProfile(
         name="cpu", cores=1, host_bytes=4 * GIB, source="a core as in docs/measurements.md, and 4 GiB for each"
     ),
+}
+# The name that the driver gives a GPU of each kind; GPUs of other names, such as H100s for PCIe, have other speeds. A
+# kind whose name begins with another kind's name comes first.
+PRODUCTS = {
+    "h100": "NVIDIA H100 80GB HBM3",
+    "h200": "NVIDIA H200",
+    "a100-40gb": "NVIDIA A100-SXM4-40GB",
+    "a100": "NVIDIA A100-SXM4-80GB",
+    "l40s": "NVIDIA L40S",
+    "rtx4090": "NVIDIA GeForce RTX 4090",
 }

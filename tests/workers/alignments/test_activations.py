@@ -6,10 +6,12 @@ import json
 from itertools import product
 from statistics import median
 
+import pytest
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from workers.alignments.activations import Activations, read_activations
+from workers.alignments.activations import Activations, _Recorder, activation_bytes, read_activations
 from workers.alignments.fitting import fit_moments
 from workers.alignments.pairs import AlignmentInputs
 from workers.alignments.samples import MIN_SAMPLES, lack_of_samples, positions_of, prompts_of
@@ -44,6 +46,40 @@ def test_activations_are_those_of_the_model_in_its_own_order(inputs: AlignmentIn
     # Two of the texts are held out, whole.
     held_out = sum(len(prompts[index]) - 1 for index in (4, 9))
     assert int(activations.is_held_out.sum()) == held_out
+
+
+def test_each_pass_frees_its_activations_before_the_next(
+    inputs: AlignmentInputs, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """They are as many as those of all layers: gigabytes for models of billions of parameters."""
+    monkeypatch.setattr("workers.alignments.activations.MAX_TOKENS", 64)
+    prompts = prompts_of(inputs.family.base.directory, inputs.options, inputs.tasks, inputs.positions)
+    model = AutoModelForCausalLM.from_pretrained(inputs.family.base.directory, dtype=torch.float32)
+    taken: list[StorageWeakRef] = []
+    take = _Recorder.take
+
+    def watched(recorder: _Recorder) -> torch.Tensor:
+        assert all(earlier.expired() for earlier in taken)
+        found = take(recorder)
+        taken.append(StorageWeakRef(found.untyped_storage()))
+        return found
+
+    monkeypatch.setattr(_Recorder, "take", watched)
+    read_activations(model, prompts)
+    assert len(taken) > 1
+
+
+def test_bytes_of_activations_grow_with_texts_up_to_a_pass() -> None:
+    """A pass has 16,384 tokens or one longer text; it records inputs of layers and the last output, and joins them."""
+    config = {"hidden_size": 4096, "num_hidden_layers": 32, "intermediate_size": 14_336}
+    of_token = 4 * 2 * 33 * 4096
+    found = [
+        activation_bytes(config, num_prompts=number, max_tokens=tokens)
+        for number, tokens in ((2, 1000), (500, 2048), (3, 32_768))
+    ]
+    assert found == [2000 * of_token, 16_384 * of_token, 32_768 * of_token]
+    wide = config | {"num_hidden_layers": 2}  # within a layer there are more than are recorded
+    assert activation_bytes(wide, num_prompts=1, max_tokens=1) == 4 * (3 * 4096 + 4 * 14_336)
 
 
 def shipped(skill: str, prompts: list[list[int]]) -> Activations:

@@ -56,3 +56,18 @@ def test_threads_are_those_of_the_replicas_machine(
     found: Any = make_worker(family, options, engines=16, on_gpus=True, own={"most_engines": 16})
     assert (found, made) == ("worker {'most_engines': 16}", [expected])
     assert set_threads == ([] if threads else [13])
+
+
+@pytest.mark.parametrize(
+    ("modality", "on_gpus", "expected"),
+    [("image", False, {"device": "cpu"}), ("image", True, {"device": "cuda"}), ("text", False, {}), ("text", True, {})],
+)
+def test_workers_are_given_the_device_of_their_replica(
+    monkeypatch: pytest.MonkeyPatch, modality: str, on_gpus: bool, expected: dict[str, str]
+) -> None:
+    """A GPU that a replica on the CPU sees may be that of another engine."""
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(Modality, "worker_class", lambda _: lambda family, options, **own: own)
+    family = Family(ModelSource("base", "base", "0"), (), modality=modality)
+    found: Any = make_worker(family, EngineOptions(threads=1), engines=1, on_gpus=on_gpus, own={})
+    assert found == expected

@@ -52,7 +52,7 @@ def family(place: Path) -> Family:
 
 @pytest.fixture(scope="module")
 def worker(family: Family) -> ImageWorker:
-    return ImageWorker(family, EngineOptions())
+    return ImageWorker(family, EngineOptions(), device="cpu")
 
 
 @pytest.fixture
@@ -179,7 +179,7 @@ def test_top5_counts_the_five_largest(place: Path, tmp_path: Path) -> None:
     tiny_vit(tmp_path / "base", 0, classes=None)
     tiny_vit(tmp_path / "many", 1, classes=names)
     images = image_folder(tmp_path / "images", classes=names, per_class=4)
-    worker = ImageWorker(open_family(tmp_path / "base", {"many": tmp_path / "many"}), EngineOptions())
+    worker = ImageWorker(open_family(tmp_path / "base", {"many": tmp_path / "many"}), EngineOptions(), device="cpu")
     task = {"images": str(images), "head": "many"}
     recipe = worker.base_recipe()
     tops = {m: score(worker, recipe, (Span("x", TaskSpec(task, m), 0, 32),)) for m in ("acc", "acc_top5")}

@@ -194,7 +194,7 @@ def test_losses_are_of_the_merge_that_engines_score(
     recipe = arithmetic(of.bank.family, 0.4, 0.2)
     (losses,) = of.losses(recipe, {"shapes": range(18)}).values()
     spec = tasks["vit"]["shapes"]
-    worker = ImageWorker(of.bank.family, OPTIONS)
+    worker = ImageWorker(of.bank.family, OPTIONS, device="cpu")
     scored = worker.score(ScoreRequest("s", recipe, (Span("shapes", spec, 0, 18),))).samples
     names = prepared_task(spec, of.bank.sources)
     for sample, loss in zip(scored, losses, strict=True):

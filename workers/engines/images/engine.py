@@ -65,17 +65,17 @@ class ImageEngine:
     """Engine for merges of image classifiers: a base model and its experts; it holds one merge at a time.
 
     `family` has the models. Of the engine's `options`, only `dtype`, `max_layers` and `rank_cache` are used. `device`
-    is the device of the engine; None means a GPU if this process has one, else the CPU. Raises EngineUnavailable, with
-    the reason, if the models cannot be opened, and EngineFault if the engine's features differ from transformers'
-    features.
+    is the device of the engine; the caller gives it, because GPUs are visible even to processes that have reserved
+    none. Raises EngineUnavailable, with the reason, if the models cannot be opened, and EngineFault if the engine's
+    features differ from transformers' features.
     """
 
     def __init__(
-        self, family: Family, options: EngineOptions, *, name: str = "engine", device: torch.device | str | None = None
+        self, family: Family, options: EngineOptions, *, device: torch.device | str, name: str = "engine"
     ) -> None:
         started = time.perf_counter()
         self.name = name
-        self.device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
+        self.device = torch.device(device)
         self.dtype = options.dtype
         if self.dtype == "auto":
             self.dtype = "float32" if self.device.type == "cpu" else "bfloat16"

@@ -1,7 +1,7 @@
 """Losses and accuracies of merges of trained image experts, on each expert's tasks with this expert's head.
 
 This module does for image classifiers the work of the module `merge_losses` for text models. The loss is the
-cross-entropy of the right class, in nats per image.
+cross-entropy of the right class, in nats per image. The CPU computes, because engines may use the GPUs of this machine.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ImageMergeLosses:
     def __init__(
         self, base: Path, directories: Mapping[str, Path], tasks: Mapping[str, Sequence[TaskSpec]], *, samples: int
     ) -> None:
-        self._engine = ImageEngine(open_family(base, directories), EngineOptions(dtype="float32"))
+        self._engine = ImageEngine(open_family(base, directories), EngineOptions(dtype="float32"), device="cpu")
         sources = self._engine.sources
         self._evaluator = ImageEvaluator(
             sources, self._engine.features, Pixels(sources.result_dir), device=self._engine.device

@@ -20,6 +20,7 @@ from search_spaces.errors import InvalidRecipe
 from search_spaces.spaces.base import AlignedSpace, LayerPair
 from search_spaces.study.file import load_study, parse_study
 from search_spaces.study.search import GradientOptions, PolicyOptions, RefinementOptions, Search
+from service.engine_machines import EngineMachines
 from service.errors import StudyFailed, StudyUnusable
 from service.jobs.heartbeat import Heartbeat
 from service.jobs.search.attempt import (
@@ -58,6 +59,7 @@ from workers.serving.deployment import deploy_scorer
 from workers.serving.fake import FakeScorer
 from workers.types import CanaryReport, SampleTexts, Split, TaskSpec
 
+GB = 10**9
 UNUSABLE = StudyUnusable("the chat template refuses these messages")
 NO_ENGINE = EngineUnavailable("no engine to score with: models/math has changed")
 
@@ -281,13 +283,17 @@ def aligned(directory: Path) -> PreflightResult:
 
 def test_alignments_are_stored(directory: Path, aligned: PreflightResult, monkeypatch: pytest.MonkeyPatch) -> None:
     """Alignments are stored with the study, and recipes name them."""
+    aligned = replace(aligned, machines=(EngineMachines(8, None, 80 * GB), EngineMachines(1, None, 24 * GB)))
     store = Store(f"sqlite:///{directory / 'aligned.db'}")
     study = store.create_job(
         kind="search", name="a", document=aligned.study.canonical(), accepted=aligned.resolved().to_json()
     ).id
     asked: list[Any] = []
 
-    def learned(place: Path, inputs: AlignmentInputs, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
+    def learned(
+        place: Path, inputs: AlignmentInputs, pairs: Any, *, before: Any, gpu_bytes: int | None, note: Any
+    ) -> dict[LayerPair, str]:
+        assert gpu_bytes == 24 * GB, "of the smallest GPU"
         asked.append((place, inputs.kind, {*inputs.pool}, dict(before)))
         time.sleep(0.02)
         if len(asked) == 3:
@@ -329,7 +335,7 @@ def test_alignments_reach_every_machine(
     alignment = random_alignment("moments", 16, seed=1)
     found_before = []
 
-    def learned(place: Path, inputs: Any, pairs: Any, *, before: Any, note: Any) -> dict[LayerPair, str]:
+    def learned(place: Path, inputs: Any, pairs: Any, *, before: Any, **_: Any) -> dict[LayerPair, str]:
         found_before.append({name: is_stored(place, name) for name in before.values()})
         name = write_alignment(place, alignment)
         return dict.fromkeys(pairs, name)

@@ -50,7 +50,7 @@ def test_samples_are_those_of_peft(of_base: Sequence[str] | None, tmp_path: Path
     """Each sample's class is that of peft's model, with any head of the base; the export has the adapter's head."""
     base = tiny_vit(tmp_path / "base", 0, classes=of_base)
     model = adapter(base, tmp_path / "tuned")
-    worker = ImageWorker(open_family(base, {"tuned": tmp_path / "tuned"}), EngineOptions())
+    worker = ImageWorker(open_family(base, {"tuned": tmp_path / "tuned"}), EngineOptions(), device="cpu")
     folder = image_folder(tmp_path / "images", per_class=8)
     spec = TaskSpec({"images": str(folder), "head": "tuned"}, "acc")
     recipe, spans = source_recipe(worker.engine.family, "tuned", num_layers=2), (Span("shapes", spec, 0, 24),)
@@ -92,7 +92,7 @@ def test_a_stale_configuration_of_the_base_is_not_exported(tmp_path: Path) -> No
     expert = tiny_vit(tmp_path / "expert", 1, classes=("no", "yes"))
     config = json.loads((expert / "config.json").read_text())
     (expert / "config.json").write_text(json.dumps({k: v for k, v in config.items() if "label" not in k}))
-    worker = ImageWorker(open_family(base, {"expert": expert}), EngineOptions())
+    worker = ImageWorker(open_family(base, {"expert": expert}), EngineOptions(), device="cpu")
     out = export(source_recipe(worker.engine.family, "expert", num_layers=2), worker.engine.bank, tmp_path / "out")
     assert AutoModelForImageClassification.from_pretrained(out).config.num_labels == 2
 

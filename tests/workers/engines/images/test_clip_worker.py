@@ -42,7 +42,7 @@ def family(place: Path) -> Family:
 
 @pytest.fixture(scope="module")
 def worker(family: Family) -> ImageWorker:
-    return ImageWorker(family, EngineOptions(max_layers=4))
+    return ImageWorker(family, EngineOptions(max_layers=4), device="cpu")
 
 
 @pytest.fixture(scope="module")
@@ -168,7 +168,7 @@ def test_a_bfloat16_engine_scores_what_it_exports(
     family: Family, merges: dict[str, Recipe], folder: Path, tmp_path: Path
 ) -> None:
     """Heads are rounded like the export: its logits, in float32, are those of heads from the export's files."""
-    worker = ImageWorker(family, EngineOptions(dtype="bfloat16"))
+    worker = ImageWorker(family, EngineOptions(dtype="bfloat16"), device="cpu")
     spec, recipe = task(folder), merges["expert:whole"]
     samples = worker.score(ScoreRequest("s", recipe, (span(spec),))).samples
     assert worker.verify(recipe, samples, (span(spec),)).num_samples == COUNT
@@ -185,6 +185,6 @@ def test_a_bfloat16_engine_scores_what_it_exports(
 def test_a_vision_tower_is_no_base_of_zero_shot_tasks(family: Family, place: Path, folder: Path) -> None:
     """An export of such a base would have no text tower, so the task is refused before anything is scored."""
     towers = open_family(place / "bare", {"whole": place / "whole"})
-    worker = ImageWorker(towers, EngineOptions())
+    worker = ImageWorker(towers, EngineOptions(), device="cpu")
     with pytest.raises(InvalidTask, match="the base is a vision tower alone"):
         worker.describe((task(folder, head="whole"),))

@@ -37,7 +37,7 @@ def family(tmp_path_factory: pytest.TempPathFactory) -> Family:
 
 @pytest.fixture
 def image_engine(family: Family) -> ImageEngine:
-    return ImageEngine(family, EngineOptions(max_layers=5))
+    return ImageEngine(family, EngineOptions(max_layers=5), device="cpu")
 
 
 @pytest.fixture
@@ -96,7 +96,8 @@ def test_paths_of_other_depths_are_run(image_engine: ImageEngine, merges: dict[s
 
 def test_checksums_depend_on_the_recipe_alone(family: Family, merges: dict[str, Recipe]) -> None:
     """Engines that came to a merge by other ways report the same checksum, and different ones for other merges."""
-    first, second = ImageEngine(family, EngineOptions()), ImageEngine(family, EngineOptions(max_layers=5))
+    first = ImageEngine(family, EngineOptions(), device="cpu")
+    second = ImageEngine(family, EngineOptions(max_layers=5), device="cpu")
     found = {label: first.swap(recipe).weights_checksum for label, recipe in merges.items()}
     second.swap(path(merges["base"], 0, 0, 1))
     again = {label: second.swap(merges[label]).weights_checksum for label in reversed(merges)}
@@ -174,16 +175,16 @@ def test_a_foreign_recipe_during_scoring_is_a_fault(image_engine: ImageEngine, m
 
 def test_changed_sources_end_the_study(tmp_path: Path) -> None:
     family = vit_family(tmp_path)
-    engine = ImageEngine(family, EngineOptions())
+    engine = ImageEngine(family, EngineOptions(), device="cpu")
     tiny_vit(tmp_path / "left", 9)
     with pytest.raises(EvidenceMismatch, match="model 'left' has changed since it was opened"):
         engine.swap(source_recipe(family, "left", num_layers=2))
     with pytest.raises(EngineUnavailable, match="has changed: its fingerprint is"):
-        ImageEngine(family, EngineOptions())
+        ImageEngine(family, EngineOptions(), device="cpu")
 
 
 def test_sixteen_bits_are_rounded_once(family: Family, merges: dict[str, Recipe]) -> None:
-    engine = ImageEngine(family, EngineOptions(dtype="bfloat16"))
+    engine = ImageEngine(family, EngineOptions(dtype="bfloat16"), device="cpu")
     engine.swap(merges["uniform average"])
     for name, tensor in merged_tensors(merges["uniform average"], engine.bank, torch.bfloat16):
         assert torch.equal(engine.encoder.parameters[name], tensor), name
@@ -193,7 +194,7 @@ def test_sixteen_bits_are_rounded_once(family: Family, merges: dict[str, Recipe]
 @pytest.mark.parametrize("is_kept", [False, True])
 def test_ranks_are_kept_where_the_study_says_so(is_kept: bool, family: Family) -> None:
     """With `rank_cache`, whose memory plans count, the ranks of magnitudes that DELLA uses are computed once."""
-    bank = ImageEngine(family, EngineOptions(rank_cache=is_kept)).bank
+    bank = ImageEngine(family, EngineOptions(rank_cache=is_kept), device="cpu").bank
     name = "vit.encoder.layer.0.output.dense.weight"
     ranks = [bank.ranks([("left", name)], ("base", name))[0] for _ in range(2)]  # both live, at different addresses
     assert (ranks[0].data_ptr() == ranks[1].data_ptr()) == is_kept

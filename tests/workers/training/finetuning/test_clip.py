@@ -164,7 +164,7 @@ def test_a_study_scores_the_expert_as_training_did(place: Path, tmp_path: Path) 
         for alias, adapter in {"whole": None, "lora": {"rank": 4}}.items()
     }
     family = open_family(place / "base", {alias: tmp_path / alias / EXPERT for alias in values})
-    worker = ImageWorker(family, EngineOptions(dtype="float32"))
+    worker = ImageWorker(family, EngineOptions(dtype="float32"), device="cpu")
     recipes = all_baselines(
         base="base", experts=list(values), fingerprints=family.fingerprints, num_layers=2, chosen="all"
     )

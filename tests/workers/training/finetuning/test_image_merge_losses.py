@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from PIL import Image
 from transformers import AutoImageProcessor, ViTForImageClassification
 
@@ -82,6 +83,14 @@ def test_losses_of_merges_are_those_of_transformers(place: Path) -> None:
         loss, value = plain(place, weights, name, 4, 8)
         assert report.losses[name] == pytest.approx(loss, rel=1e-4)
         assert report.values[name] == value
+
+
+def test_losses_are_measured_on_the_cpu(place: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The analysis runs in the process of a driver, which has reserved no GPU."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    measured = losses(place)
+    found = measured.of(Merge("linear", (Source("left"), Source("right")), {"weight": 0.5}))
+    assert set(found) == {"left", "right"}
 
 
 def test_a_short_task_gives_half_of_its_images_to_each(place: Path) -> None:

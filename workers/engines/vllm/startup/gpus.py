@@ -17,7 +17,7 @@ import psutil
 
 from workers.errors import EngineUnavailable
 
-__all__ = ["engine_leftovers", "free_gpu_bytes", "gpus_of_this_machine", "smallest_gpu_bytes"]
+__all__ = ["MOSTLY_FREE", "engine_leftovers", "free_gpu_bytes", "gpus_of_this_machine", "smallest_gpu_bytes"]
 
 log = logging.getLogger(__name__)
 
