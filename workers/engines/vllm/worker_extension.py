@@ -46,8 +46,9 @@ IN_WORDS = {
 class MergeExtension:
     """Methods added to vLLM's worker class (`worker_extension_cls`) and called by name through `collective_rpc`."""
 
-    # An attribute of vLLM's worker.
+    # Attributes of vLLM's worker.
     model_runner: Any
+    rank: int
     _mergesearch_bank: Bank
     _mergesearch_weights: HeldWeights
     _mergesearch_digest: str | None
@@ -102,7 +103,9 @@ class MergeExtension:
         model = self.model_runner.get_model()
         # The model of path engines names its class of held weights.
         held = getattr(model, "held_by", HeldWeights)
-        self._mergesearch_weights = held(model, self.model_runner.model_config.dtype)
+        self._mergesearch_weights = held(
+            model, self.model_runner.model_config.dtype, rank=self.rank, ranks=self._mergesearch_ranks
+        )
         self._mergesearch_weights.mark_unwritten()
         self._mergesearch_merged(self._mergesearch_weights.fill)
         self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)

@@ -30,12 +30,15 @@ from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
+from workers.merging.plan import TensorPlan
 from workers.serving.engine_worker import EngineWorker
 from workers.types import Family, Placement, ScoreRequest
 
 
 class Extension(MergeExtension):
     """The extension, with a model that loads tensors by name and counts them."""
+
+    rank = 0
 
     def __init__(self, family: Family) -> None:
         from transformers import AutoModelForCausalLM
@@ -595,3 +598,28 @@ def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tie
     extension.mergesearch_open(family_to_json(tied_family))
     extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert made == [torch.float32]
+
+
+def test_ranks_merge_in_their_own_orders(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch, extension: Extension
+) -> None:
+    """A rank of several begins at another tensor than the first rank, and holds the same merge."""
+    import workers.merging.materialize
+
+    orders: list[list[str]] = []
+    write = workers.merging.materialize.merge_into
+
+    def merge_into(plan: TensorPlan, *rest: Any) -> Any:
+        orders.append([tensor.name for tensor in plan.tensors])
+        return write(plan, *rest)
+
+    monkeypatch.setattr(workers.merging.materialize, "merge_into", merge_into)
+    recipe = model_stock(tied_family)
+    extension.apply(recipe)
+    extension.rank = 1
+    extension.mergesearch_open(family_to_json(tied_family), ranks=2)
+    extension.apply(recipe)
+    assert holds(extension, recipe, tied_family)
+    first, second = orders
+    half = len(first) // 2
+    assert second == first[half:] + first[:half]
