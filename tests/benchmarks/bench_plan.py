@@ -158,7 +158,7 @@ def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> 
     from service.studies.planning.facts import facts_of
     from service.studies.planning.plan import engine_speeds
     from service.studies.planning.profiles import MachineProfile
-    from service.studies.planning.roofline import SampleTokens, Work
+    from service.studies.planning.roofline import SampleTokens, Work, statistics_s
     from workers.engines.transformers.batches import TEXTS_READ
     from workers.models.family import resolve_family
 
@@ -167,7 +167,8 @@ def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> 
     machine = MachineProfile(
         name="measured", cores=2, host_bytes=1 << 34, core_flops=mean["flops"], core_bandwidth=mean["bandwidth"]
     )
-    speeds = engine_speeds(facts_of(sources), machine, config=sources.base.config, dtype="float32")
+    facts = facts_of(sources)
+    speeds = engine_speeds(facts, machine, config=sources.base.config, dtype="float32")
     scored = next(row for row in found["rows"] if row["phase"] == "evaluation")
     rows = []
     for row in found["rows"]:
@@ -178,13 +179,15 @@ def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> 
             planned = speeds.step_s(Work(number, SampleTokens(each - row["targets"], row["targets"])), recomputes=False)
         else:
             planned = {
-                "start": speeds.start_s,
+                "start": speeds.start_s + speeds.canary_s,  # with the first canary
+                "statistics": statistics_s(facts, {"magnitudes"}, experts=len(sources.checkpoints) - 1, threads=1),
+                "canary": speeds.canary_s,
                 "swap": speeds.swap_s,
                 "evaluation": speeds.evaluation_s(Work(number, tokens)),
                 "verification": speeds.verification_s(Work(number, tokens), compared=min(number, TEXTS_READ)),
             }[row["phase"]]
-        facts = {"family": name, "run": repeat + 1, "phase": row["phase"], "samples": number, "planned_s": planned}
-        rows.append({**facts, "cpu_s": row["cpu_s"], "wall_s": row["wall_s"], "ratio": planned / row["cpu_s"]})
+        own = {"family": name, "run": repeat + 1, "phase": row["phase"], "samples": number, "planned_s": planned}
+        rows.append({**own, "cpu_s": row["cpu_s"], "wall_s": row["wall_s"], "ratio": planned / row["cpu_s"]})
     return rows
 
 

@@ -42,6 +42,16 @@ def task_of(directory: Path) -> Any:
     return TaskSpec({"file": str(file), "max_tokens": ANSWER}, "exact_match")
 
 
+def ties_of(family: Any, k: float) -> Any:
+    """The TIES merge of all experts that keeps the share `k` of each task vector."""
+    from search_spaces.recipe import Merge, Recipe, Source
+    from workers.models.family import open_sources
+
+    merge = Merge("ties", tuple(Source(expert.alias) for expert in family.experts), {"k": k, "lambda": 1.0})
+    num_layers = open_sources(family).layout.num_layers
+    return Recipe.uniform(merge, models=family.fingerprints, base=family.base.alias, num_layers=num_layers)
+
+
 def measure(directory: Path) -> dict[str, Any]:
     import torch
 
@@ -89,6 +99,11 @@ def measure(directory: Path) -> dict[str, Any]:
         answered = sum(len(each.tokens[0]) for each in samples)
         note("evaluation", *seconds, samples=size, read=read / size, answered=answered / size)
         worker.engine.swap(recipes[4 if size == SIZES[0] else 0])
+    _, *seconds = timed(worker.engine.check)
+    note("canary", *seconds)
+    made, again = (timed(partial(worker.engine.swap, ties_of(family, k)))[1:] for k in (0.2, 0.3))
+    note("statistics", *(max(0.0, first - second) for first, second in zip(made, again, strict=True)))
+    worker.engine.swap(recipes[0])
     batch, weights = {"sums": range(SIZES[0])}, {"sums": 1.0}
     trained.loss_and_gradient(recipes[0], batch, weights)
     steps = [timed(partial(trained.loss_and_gradient, recipe, batch, weights))[1:] for recipe in recipes[1:3]]

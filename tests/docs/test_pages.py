@@ -16,6 +16,7 @@ import yaml
 
 from search_spaces.errors import InvalidStudy
 from search_spaces.fidelity import Scheduler
+from search_spaces.methods import METHODS
 from search_spaces.spaces import SPACES
 from search_spaces.study.file import load_study, parse_study, study_json_schema
 from search_spaces.study.yaml import parse_document
@@ -499,3 +500,14 @@ def test_the_tree_of_folders_is_that_of_the_packages() -> None:
         above = [*above[: len(indented) // 4], name]
         found.add(".".join(above))
     assert found - {"deploy", "docs", "tests"} == set(PACKAGES)
+
+
+def test_counts_of_equal_methods_are_the_measured_ones() -> None:
+    """Two pages say how many methods a GPU computed to the bits of a CPU; the others are those that the code names."""
+    found = [
+        re.search(r"\b(\d+) of (\d+) methods had the bits\b", page_of(name).text)
+        for name in ("docs/explanation/determinism.md", "docs/measurements.md")
+    ]
+    counts = [tuple(map(int, each.groups())) for each in found if each is not None]
+    assert counts == [(48, 51), (48, 51)]
+    assert sum(method.depends_on_device for method in METHODS.values()) == 51 - 48

@@ -3,6 +3,7 @@
 - `vllm`: scores one merge of language models after another in an engine that does not restart
 - `images`: scores one merge of image classifiers after another, in torch
 - `transformers`: checks the scores of vLLM
+- `canaries`: how often engines are compared with transformers
 - `source_recipes`: recipes whose merge is a source model itself
 - `host_memory`: free host memory
 - `kv_cache`: bytes of the attention keys and values of a model

@@ -30,7 +30,7 @@ from workers.merging.order_statistics import Ranked, TieOrder
 from workers.merging.plan import TensorPlan, computation, named_sources, plan_tensors
 from workers.merging.shards import Shard
 
-__all__ = ["Scratch", "is_small", "merge_into", "merged_tensors", "operands_of", "sources_of"]
+__all__ = ["Scratch", "in_order_of_rank", "is_small", "merge_into", "merged_tensors", "operands_of", "sources_of"]
 
 
 # A merge with at most this many elements in all operands is small: importing Numba and loading its kernels takes longer
@@ -182,6 +182,27 @@ def merge_into(
     for own, computations in together.items():
         for_each(partial(write, own), computations, own.device)
     return why
+
+
+def in_order_of_rank(plan: TensorPlan, names: Container[str], *, rank: int, ranks: int) -> TensorPlan:
+    """The plan of the tensors named in `names`, in the order in which one rank of an engine should merge them.
+
+    The ranks of an engine merge at the same time, and the first rank that needs a statistic of the sources computes it
+    for all ranks. If all ranks merged the tensors in one order, one of them would compute and the others would wait.
+    Therefore rank r of R ranks begins after the first r / R of the tensors, and merges these last. Without statistics
+    all ranks keep the order of `plan`, so that they read the same part of the sources' files at a time. `rank` is less
+    than `ranks`.
+    """
+    tensors = [tensor for tensor in plan.tensors if any(name in names for name in tensor.shapes())]
+    if any(_uses_statistics(tensor.merge.method) for tensor in tensors):
+        first = rank * len(tensors) // ranks
+        tensors = tensors[first:] + tensors[:first]
+    return replace(plan, tensors=tuple(tensors))
+
+
+def _uses_statistics(method: str) -> bool:
+    """Whether a merge by the method `method` reads whole tensors of the sources, for statistics or for its rule."""
+    return bool(PLAIN[method].uses) or method in READ_BY_RULE
 
 
 def _copy(merged: torch.Tensor, destination: torch.Tensor, shard: Shard | None) -> None:
@@ -460,14 +481,14 @@ class _ShardComputation:
 
         def made() -> Rule:
             whole = _Computation.of(self.tensor, self.plan, bank)
-            is_known = not uses and merge.method not in READ_BY_RULE
+            is_known = not _uses_statistics(merge.method)
             # The rules of kernels for CUDA depend on no elements but those at thresholds.
             if is_known or (merge.method in ON_CUDA and "magnitudes" not in uses):
                 return exact_rule(merge, whole.statistics(bank))
             return exact_rule(merge, whole.operands_on_cpu(bank))
 
         # Rules without statistics take no time, and ranks take as much memory as the sources.
-        if "ranks" in uses or (not uses and merge.method not in READ_BY_RULE):
+        if "ranks" in uses or not _uses_statistics(merge.method):
             return made()
         return bank.node.value(("rule", *computation(self.tensor, self.plan)), made)
 

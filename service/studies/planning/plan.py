@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from search_spaces.methods import METHODS
 from search_spaces.spaces.base import AlignedSpace
 from search_spaces.study.engine import Engine
 from service.studies.planning.advice import advice_of
@@ -12,7 +13,16 @@ from service.studies.planning.chart import chart_values
 from service.studies.planning.facts import ModelFacts, facts_of
 from service.studies.planning.placement import StudyPlacement, place_study
 from service.studies.planning.profiles import MachineProfile
-from service.studies.planning.roofline import CPU, GPU, PATHS_ON_GPU, TRANSFORMERS_ON_GPU, Device, Speeds
+from service.studies.planning.roofline import (
+    CPU,
+    GPU,
+    PATHS_ON_GPU,
+    SORTED_PER_S,
+    TRANSFORMERS_ON_GPU,
+    Device,
+    Speeds,
+    statistics_s,
+)
 from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths, verified_lengths
 from service.studies.preflight.gradients import gradient_gpu_bytes
 from workers.engines.kv_cache import kv_token_bytes, value_bytes
@@ -146,6 +156,13 @@ def plan_of(
         verification_speeds=verification_speeds,
         verified_together=placement.verified_together,
         download_s=download_bytes / profile.network_bandwidth,
+        statistics_s=statistics_s(
+            facts,
+            _sorted_statistics(preflight),
+            experts=len(preflight.models.family.experts),
+            threads=of_engine * study.engine.tensor_parallel_size,
+        ),
+        machines=max(1, min(placement.nodes, study.engine.replicas)),
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
@@ -200,6 +217,28 @@ def engine_speeds(
         texts=texts,
         disk_bandwidth=profile.disk_bandwidth,
     )
+
+
+def _sorted_statistics(preflight: PreflightResult) -> frozenset[str]:
+    """Names of the statistics that a study's merges use, and for which an engine sorts the sources once.
+
+    The merges of the study are its baselines and, if it proposes merges, those of its search space. Merges that trim
+    whole models, or mask task vectors before they trim them, use no table of a tensor's magnitudes. Ranks are kept only
+    with the option `engine.rank_cache`.
+    """
+    from workers.merging.methods.plain import PLAIN
+
+    study, space = preflight.study, preflight.study.search_space
+    merges = {
+        (merge.method, recipe.trim == "model") for *_, recipe in preflight.baselines() for merge in recipe.merges()
+    }
+    if study.search.proposes:
+        merges |= {(method, getattr(space, "trim", "tensor") == "model") for method in space.merge_methods}
+    found: set[str] = set()
+    for method, is_whole in merges:
+        makes_tables = not METHODS[method].takes_seed and not (is_whole and METHODS[method].trims)
+        found |= PLAIN[method].uses - (frozenset() if makes_tables else {"magnitudes"})
+    return frozenset(found & SORTED_PER_S.keys() - (frozenset() if study.engine.rank_cache else {"ranks"}))
 
 
 def _divides_merges(study: Study, sources: ResolvedFamily) -> bool:

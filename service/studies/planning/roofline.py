@@ -10,21 +10,25 @@ assumptions, because no engine has run on a GPU yet.
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from service.studies.planning.facts import ModelFacts
+from workers.engines.canaries import CANARY_TOKENS, NUM_PROMPTS
 from workers.engines.transformers.batches import BATCH
 
 __all__ = [
     "CPU",
     "GPU",
     "PATHS_ON_GPU",
+    "SORTED_PER_S",
     "TRANSFORMERS_ON_GPU",
     "Calibration",
     "Device",
     "SampleTokens",
     "Speeds",
     "Work",
+    "statistics_s",
 ]
 
 
@@ -43,9 +47,11 @@ class Calibration:
         tensor_s: Seconds for each tensor of a swap, which writes a merge into a running engine.
         packing: Number of times that a swap reads or writes the whole merge after merging, for packing and checksums.
         start_s: Seconds of an engine's start that do not depend on the model: imports, processes, compiling.
-        start_reads: Number of times that a start reads or writes the whole merge: loading, canary, packing.
-        start_tokens: Tokens of the passes of a start: the engine's trial pass, and the pass of the canary, which is a
-            comparison with transformers.
+        start_reads: Number of times that a start, without its canary, reads or writes the whole merge: loading,
+            packing.
+        start_tokens: Tokens of the passes of a start without its canary: the engine's trial pass.
+        canary_reads: Number of times that a canary, a comparison with transformers, reads or writes a merge in float32
+            to build it on the CPU, beside merging.
         step_products: Share of the speed of matrix products that a gradient step reaches.
         step_s: Seconds of a gradient step that do not depend on the model.
         verify_s: Seconds of a verification that do not depend on the model.
@@ -64,12 +70,15 @@ class Calibration:
     start_s: float
     start_reads: float
     start_tokens: float
+    canary_reads: float
     step_products: float
     step_s: float
     verify_s: float
     verify_reads: float
 
 
+# `canary_reads` was fitted to canaries of 250M and 415M parameters in bfloat16 on one thread. A start and its first
+# canary together have the seconds that were fitted for a start with it.
 CPU = Calibration(
     products=0.55,
     decoding=0.6,
@@ -81,8 +90,9 @@ CPU = Calibration(
     tensor_s=8e-4,
     packing=7.0,
     start_s=21.0,
-    start_reads=30.0,
-    start_tokens=1300.0,
+    start_reads=15.0,
+    start_tokens=1100.0,
+    canary_reads=15.0,
     step_products=0.7,
     step_s=0.15,
     verify_s=0.3,
@@ -101,8 +111,9 @@ GPU = Calibration(
     tensor_s=5e-5,
     packing=1.0,
     start_s=120.0,
-    start_reads=4.0,
+    start_reads=3.0,
     start_tokens=0.0,
+    canary_reads=15.0,
     step_products=0.35,
     step_s=0.1,
     verify_s=5.0,
@@ -116,6 +127,9 @@ TRANSFORMERS_ON_GPU = replace(GPU, layer_s=7e-4)
 # Bytes per second of one core, as measured on the machine of docs/measurements.md: sha256, and the search for NaN and
 # infinity in bfloat16.
 HASHED_PER_S, SCANNED_PER_S = 1.4e9, 7e9
+# Elements per second for which one core of that machine sorts statistics of sources in bfloat16: tables of the
+# magnitudes of a task vector, of the variances of three, and ranks within rows (38, 64 and 47 s for 10^9 elements).
+SORTED_PER_S = {"magnitudes": 2.6e7, "variances": 1.6e7, "ranks": 2.1e7}
 
 
 @dataclass(frozen=True)
@@ -245,6 +259,17 @@ class Speeds:
         passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
         return own.start_s + loading + moving + passes + self.swap_s
 
+    @property
+    def canary_s(self) -> float:
+        """Seconds of a canary: a merge is built with transformers in float32, and reads a few prompts.
+
+        The CPU of the host does this, so the seconds hold for a `Speeds` whose field `device` is that CPU.
+        """
+        full = self.facts.parameters * 4
+        building = self.device.calibration.canary_reads * full / self.device.bandwidth
+        reading = self.pass_s(CANARY_TOKENS, context=CANARY_TOKENS / 2, logits=CANARY_TOKENS, read_bytes=full)
+        return self.merge_s + building + NUM_PROMPTS * reading
+
     def step_s(self, work: Work, *, recomputes: bool, num_passes: int = 1) -> float:
         """Seconds of a gradient step: merging, a forward and a backward pass, and the derivatives of the coefficients.
 
@@ -287,3 +312,13 @@ class Speeds:
         scored = batches * (reading + max(0.0, tokens.answered - 1) * step) + compared * again
         written = own.verify_reads * full / self.device.bandwidth + 2 * self.model_bytes / self.disk_bandwidth
         return passes.device.calibration.verify_s + self.swap_s + self.merge_s + written + scored
+
+
+def statistics_s(facts: ModelFacts, statistics: Collection[str], *, experts: int, threads: int) -> float:
+    """Seconds in which the CPU of a machine sorts the sources for statistics that its engines then keep.
+
+    `facts` are the sizes of the models, and `statistics` are names in SORTED_PER_S. Each of the `experts` experts has
+    magnitudes and ranks of its own; variances are those of all experts together. `threads` threads share the work.
+    """
+    seconds = (facts.parameters * (1 if name == "variances" else experts) / SORTED_PER_S[name] for name in statistics)
+    return sum(seconds) / threads

@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from search_spaces.errors import InvalidStudy, Problem
 from search_spaces.fidelity import bracket_plan
 from service.studies.planning.roofline import SampleTokens, Speeds, Work
 from service.studies.preflight.resources import GradientPlace
+from workers.engines.canaries import CANARY_EVERY
 from workers.engines.transformers.batches import BATCH, TEXTS_READ
 from workers.errors import InvalidTask
 from workers.evaluation.lengths import Lengths, lengths_of
@@ -122,6 +123,8 @@ def phases_of(
     verification_speeds: Speeds | None = None,
     verified_together: int = BATCH,
     download_s: float = 0.0,
+    statistics_s: float = 0.0,
+    machines: int = 1,
 ) -> tuple[Phase, ...]:
     """The phases of a study, with their seconds, in the order of running.
 
@@ -131,21 +134,29 @@ def phases_of(
         speeds: Speeds of the engines.
         deepest: Speeds of the engines for merges with the largest number of layers.
         gradient_speeds: Speeds of the device that computes gradients; None if no gradients are computed.
-        host_speeds: Speeds of the CPU's threads of one engine, which export merges for verification.
+        host_speeds: Speeds of the CPU's threads of one engine, which build merges for canaries and export them for
+            verification.
         steps: Number of gradient steps, and number of samples of each step.
         verification_speeds: Speeds of the device that computes verifications; None for the CPU's threads of one engine.
         verified_together: Number of samples of which a verification generates the answers at once.
         download_s: Seconds in which weights that are not on the machine are downloaded.
+        statistics_s: Seconds in which the sources are sorted for statistics that merges use, once on a machine.
+        machines: Number of machines that the study's engines run on.
     """
     replicas = preflight.study.engine.replicas
     phases = [Phase("download", 1, Bounds(download_s, download_s), 1)] if download_s else []
     phases.append(Phase("check", 1, Bounds(speeds.check_s, speeds.check_s), 1))
     phases.append(Phase("engine start", replicas, Bounds(speeds.start_s, deepest.start_s), replicas))
+    if statistics_s:
+        phases.append(Phase("statistics", 1, Bounds(statistics_s, statistics_s), 1))
+    swaps = 0.0
 
     def scored(name: str, number: float, samples: Mapping[str, float], known: Mapping[str, Lengths]) -> None:
         least, most = _work(samples, known)
+        nonlocal swaps
         if not number or not least.samples:
             return
+        swaps += number
         chunks = max(1, math.ceil(least.samples / 512))
         width = min(replicas, max(1, round(number * chunks)))
         bounds = Bounds(speeds.evaluation_s(least), deepest.evaluation_s(most))
@@ -174,6 +185,11 @@ def phases_of(
     for benchmark in preflight.tasks.benchmarks:
         samples = {benchmark.name: float(benchmark.most_samples)}
         scored(f"benchmark {benchmark.name}", preflight.num_scored_on(benchmark), samples, lengths.benchmarks)
+    canary = Bounds(host_speeds.canary_s, replace(host_speeds, facts=deepest.facts).canary_s)
+    # The first engine of a machine makes one for all when it starts, and every engine one after CANARY_EVERY swaps and
+    # one at the end; the engines of a machine make them one after the other.
+    number = machines + replicas * (1 + int(swaps / replicas) // CANARY_EVERY)
+    phases.append(Phase("canary", number, canary, machines))
     verify = preflight.study.engine.verify
     if verify is not False and lengths.objectives:
         verified = _verified_samples(preflight, lengths)

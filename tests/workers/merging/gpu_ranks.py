@@ -18,8 +18,8 @@ from tests.workers.merging.test_shards import halves, recipe_by, shard_of
 from workers.engines.vllm.worker_extension import family_from_json
 from workers.merging import kernels, node
 from workers.merging.bank import Bank
-from workers.merging.materialize import merge_into
-from workers.merging.plan import merged_names
+from workers.merging.materialize import in_order_of_rank, merge_into
+from workers.merging.plan import merged_names, plan_tensors
 
 __all__ = ["NAMES", "main", "merged_by"]
 
@@ -35,7 +35,8 @@ def merged_by(bank: Bank, recipe: Recipe, rank: int | None) -> dict[str, Any]:
     shards = {key: shard for key, shard in of.items() if not shard.is_whole(shapes[key])}
     found = {key: torch.full(part.shape, 7.0) for key, part in parts.items()}
     read, made = bank.elements_read, bank.node.num_made
-    why = merge_into(recipe, bank, found, shards)
+    ordered = in_order_of_rank(plan_tensors(recipe, bank), found, rank=rank or 0, ranks=2)
+    why = merge_into(ordered, bank, found, shards)
     return {
         "tensors": found,
         "why": why,

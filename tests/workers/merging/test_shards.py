@@ -20,9 +20,9 @@ from tests.workers.merging.methods.examples import EXAMPLES
 from tests.workers.recipes import num_layers
 from workers.merging.bank import Bank
 from workers.merging.kernels import FUSED, exact_rule, merge_shard
-from workers.merging.materialize import merge_into, merged_tensors
+from workers.merging.materialize import in_order_of_rank, merge_into, merged_tensors
 from workers.merging.methods.plain import PLAIN, Operands
-from workers.merging.plan import merged_names
+from workers.merging.plan import merged_names, plan_tensors
 from workers.merging.shards import Shard
 from workers.types import Family
 
@@ -181,7 +181,7 @@ QUICK = ("passthrough", "linear", "slerp", "ties", "dare_linear", "della", "arce
     [name if name in QUICK or name not in FUSED else pytest.param(name, marks=pytest.mark.slow) for name in METHODS],
 )
 def test_ranks_hold_the_bits_of_one_rank_by_every_method(name: str, family: Family, ranks: list[Bank]) -> None:
-    """Two ranks of a node hold what one rank holds, and read each element of a weighted sum's sources once."""
+    """Two ranks, in their own orders, hold what one rank holds, and read each element of a weighted sum once."""
     alone = Bank(family)
     recipe = recipe_by(family, name)
     whole = dict(merged_tensors(recipe, alone, FLOAT32))
@@ -194,7 +194,7 @@ def test_ranks_hold_the_bits_of_one_rank_by_every_method(name: str, family: Fami
         of = {key: shard_of(part) for key, part in parts.items()}
         shards_ = {key: shard for key, shard in of.items() if not shard.is_whole(shapes[key])}
         found = {key: torch.full(part.shape, 7.0) for key, part in parts.items()}
-        why |= merge_into(recipe, bank, found, shards_)
+        why |= merge_into(in_order_of_rank(plan_tensors(recipe, bank), found, rank=rank, ranks=2), bank, found, shards_)
         for key, tensor in found.items():
             assert torch.equal(bits(tensor), bits(halves(key, whole[key], rank).contiguous())), (key, rank)
     twice = sum(torch.Size(shape).numel() for shape in shapes.values() if len(shape) == 1)
@@ -211,6 +211,16 @@ def test_ranks_hold_the_bits_of_one_rank_by_every_method(name: str, family: Fami
             assert sum(bank.node.num_made for bank in ranks) > 0
             assert ranks[1].node.num_made == 0
             assert ranks[1].elements_read < ranks[0].elements_read
+
+
+@pytest.mark.parametrize("name", ["ties", "linear"])
+def test_ranks_begin_at_other_tensors_for_statistics(name: str, family: Family, ranks: list[Bank]) -> None:
+    """Two ranks of a TIES merge each begin where the other has its second half; those of a sum keep one order."""
+    plan = plan_tensors(recipe_by(family, name), ranks[0])
+    names = list(merged_names(plan, ranks[0]))[1:]
+    orders = [[each.name for each in in_order_of_rank(plan, names, rank=r, ranks=2).tensors] for r in range(2)]
+    half = len(names) // 2
+    assert orders == [names, names[half:] + names[:half] if name == "ties" else names]
 
 
 def shard_of(view: torch.Tensor) -> Shard:

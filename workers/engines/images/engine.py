@@ -20,6 +20,7 @@ import torch
 from search_spaces.errors import InvalidRecipe
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
+from workers.engines.canaries import CANARY_EVERY
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.images.classifiers import new_encoder, reference_encoder
 from workers.engines.source_recipes import base_recipe
@@ -31,11 +32,10 @@ from workers.merging.plan import computations, plan_tensors
 from workers.models.family import on_this_machine
 from workers.types import CanaryReport, Family, Placement
 
-__all__ = ["CANARY_EVERY", "ImageEngine", "ImageSwap"]
+__all__ = ["ImageEngine", "ImageSwap"]
 
 log = logging.getLogger(__name__)
 
-CANARY_EVERY = 32  # swaps
 NUM_IMAGES = 4  # of a canary
 CANARY_SEED = 20_240_501
 GIB = 1 << 30

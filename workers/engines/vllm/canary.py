@@ -24,6 +24,7 @@ import torch
 from search_spaces.recipe import Recipe
 from workers.cache import cache_dir, cached
 from workers.directories import turn_if_writable
+from workers.engines.canaries import CANARY_EVERY, CANARY_TOKENS, NUM_PROMPTS
 from workers.engines.transformers.backend import logprobs, typical_difference
 from workers.engines.transformers.merged_models import merged_model
 from workers.engines.transformers.rounding import MOST, explained, rounding_bounds
@@ -36,13 +37,10 @@ from workers.types import CanaryReport, Family, digest_of
 if TYPE_CHECKING:
     from workers.merging.bank import Bank
 
-__all__ = ["CANARY_EVERY", "Calibration", "Canary", "canary_prompts", "typical_difference"]
+__all__ = ["Calibration", "Canary", "canary_prompts", "typical_difference"]
 
 log = logging.getLogger(__name__)
 
-CANARY_EVERY = 32  # swaps
-NUM_PROMPTS = 4
-CANARY_TOKENS = 48
 GIB = 1 << 30
 
 # The largest distance from 0 that the base model's share in the engine's log-probabilities may have: rounding is not

@@ -2,7 +2,7 @@
 
 A swap requires that no request is in flight. The swap writes the weights in place, packs them again (on CPU), resets
 the prefix cache and computes a checksum of the parameters. The engine's log-probabilities are compared with
-transformers' log-probabilities when the engine starts, every `canary.CANARY_EVERY` swaps, and on request. An engine
+transformers' log-probabilities when the engine starts, every `canaries.CANARY_EVERY` swaps, and on request. An engine
 that fails a check refuses all further calls, because its results cannot be trusted.
 
 Not thread-safe: the owner of an engine (module `workers.serving.replica`) holds a lock over swap and score.

@@ -60,12 +60,14 @@ class HeldWeights:
     """The parameters of the model in vLLM's worker, with methods that write merges over them in place.
 
     A write leaves out tensors that the previous merge computed in the same way. After a failed write, the next write
-    covers every tensor. `model` is vLLM's model, and `dtype` is the dtype of its weights.
+    covers every tensor. `model` is vLLM's model, and `dtype` is the dtype of its weights. The worker is number `rank`
+    of the engine's `ranks` workers, counted from 0.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
+    def __init__(self, model: Any, dtype: torch.dtype, *, rank: int = 0, ranks: int = 1) -> None:
         self.model = model
         self.dtype = dtype
+        self._rank, self._ranks = rank, ranks
         # The way in which each tensor was computed, and the sum of each parameter; empty if not known.
         self._computations: dict[str, Hashable] = {}
         self._sums: dict[str, int] = {}
@@ -231,7 +233,7 @@ class HeldWeights:
         would use, and computes only the shard that this rank holds. vLLM's loader writes all other tensors. Returns the
         names of the written parameters, and the seconds for computing the tensors.
         """
-        from workers.merging.materialize import merge_into, merged_tensors
+        from workers.merging.materialize import in_order_of_rank, merge_into, merged_tensors
         from workers.merging.plan import merged_names
 
         unknown = {
@@ -260,7 +262,8 @@ class HeldWeights:
         merging = time.perf_counter()
         shards = {name: place.shard for name, place in destinations.items() if place.shard is not None}
         memory = {name: place.memory for name, place in destinations.items()}
-        whole = merge_into(plan, bank, memory, shards) if memory else {}
+        ordered = in_order_of_rank(plan, memory, rank=self._rank, ranks=self._ranks)
+        whole = merge_into(ordered, bank, memory, shards) if memory else {}
         _wait_for(bank.device)
         seconds = time.perf_counter() - merging
         written = {destination.parameter for destination in destinations.values()}

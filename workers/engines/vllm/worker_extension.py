@@ -33,6 +33,8 @@ T = TypeVar("T")
 
 # A GPU whose memory was full merges again once it has this share of the room that it had when the engine had started.
 MOST_OF_ROOM = 0.9
+# Id of the memory pool of all allocations outside CUDA graphs, in torch's snapshots.
+DEFAULT_POOL = (0, 0)
 
 IN_WORDS = {
     Placement.MAPPED: "in mapped files",
@@ -44,8 +46,9 @@ IN_WORDS = {
 class MergeExtension:
     """Methods added to vLLM's worker class (`worker_extension_cls`) and called by name through `collective_rpc`."""
 
-    # An attribute of vLLM's worker.
+    # Attributes of vLLM's worker.
     model_runner: Any
+    rank: int
     _mergesearch_bank: Bank
     _mergesearch_weights: HeldWeights
     _mergesearch_digest: str | None
@@ -100,7 +103,9 @@ class MergeExtension:
         model = self.model_runner.get_model()
         # The model of path engines names its class of held weights.
         held = getattr(model, "held_by", HeldWeights)
-        self._mergesearch_weights = held(model, self.model_runner.model_config.dtype)
+        self._mergesearch_weights = held(
+            model, self.model_runner.model_config.dtype, rank=self.rank, ranks=self._mergesearch_ranks
+        )
         self._mergesearch_weights.mark_unwritten()
         self._mergesearch_merged(self._mergesearch_weights.fill)
         self._mergesearch_bad_rows = torch.zeros(2, dtype=torch.int64, device=device)
@@ -264,12 +269,23 @@ class MergeExtension:
 
 
 def _room(device: torch.device) -> int:
-    """Bytes of memory that this process can allocate now on the GPU `device`.
+    """Bytes of memory that this process can allocate now on the GPU `device`, for tensors of any size.
 
-    The result is the sum of the GPU's free memory and the memory that torch has reserved but does not use.
+    The result is the sum of the GPU's free memory and the segments that torch has reserved for its default pool and
+    uses no part of. Torch returns such segments to the GPU before an allocation fails. Unused memory of CUDA graphs is
+    not counted, because torch keeps it for them. Unused parts of segments are not counted either: each serves only a
+    tensor that fits into it.
     """
     free, _ = torch.cuda.mem_get_info(device)
-    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+    # Figures by pool are in the snapshot only; those of `torch.cuda.memory_stats` are sums over all pools.
+    segments: list[dict[str, Any]] = torch.cuda.memory_snapshot()  # type: ignore[no-untyped-call]
+    return free + sum(
+        int(segment["total_size"])
+        for segment in segments
+        if segment["device"] == device.index
+        and tuple(segment["segment_pool_id"]) == DEFAULT_POOL
+        and segment["active_size"] == 0
+    )
 
 
 _opened: dict[str, Bank] = {}  # only the latest

@@ -7,7 +7,8 @@ from dataclasses import replace
 import pytest
 
 from service.studies.planning.facts import ModelFacts
-from service.studies.planning.roofline import Calibration, Device, SampleTokens, Speeds, Work
+from service.studies.planning.roofline import Calibration, Device, SampleTokens, Speeds, Work, statistics_s
+from workers.engines.canaries import CANARY_TOKENS, NUM_PROMPTS
 
 # Every share is whole and every fixed cost is 0 but where a case sets it.
 BARE = Calibration(
@@ -23,6 +24,7 @@ BARE = Calibration(
     start_s=0.0,
     start_reads=0.0,
     start_tokens=0.0,
+    canary_reads=0.0,
     step_products=1.0,
     step_s=0.0,
     verify_s=0.0,
@@ -65,6 +67,22 @@ def test_swap_and_start_by_hand() -> None:
     started = speeds(bandwidth=100.0, start_s=7.0, start_reads=2.0, start_tokens=10.0)
     loading = 6600 / 1e9
     assert started.start_s == pytest.approx(7 + loading + 2 * 2200 / 100 + 10 * 2 * 1100 / 1e6 + started.swap_s)
+
+
+def test_canary_by_hand() -> None:
+    """A canary merges, builds the merge in float32, and reads each prompt in a pass of its own."""
+    built = speeds(products=1e18, bandwidth=100.0, canary_reads=2.0)
+    reading = NUM_PROMPTS * 4 * 1100 / 100
+    assert built.canary_s == pytest.approx(built.merge_s + 2 * 4 * 1100 / 100 + reading)
+    read = speeds(bandwidth=1e18)
+    assert read.canary_s == pytest.approx(NUM_PROMPTS * CANARY_TOKENS * 2 * 1100 / 1e6)
+
+
+def test_statistics_by_hand() -> None:
+    """Every expert has a table of magnitudes, all together one of variances; threads share the sorting."""
+    assert statistics_s(FACTS, {"magnitudes"}, experts=3, threads=2) == pytest.approx(3 * 1100 / 2.6e7 / 2)
+    assert statistics_s(FACTS, {"variances"}, experts=3, threads=1) == pytest.approx(1100 / 1.6e7)
+    assert statistics_s(FACTS, set(), experts=3, threads=1) == 0
 
 
 def test_check_by_hand() -> None:

@@ -62,6 +62,42 @@ def test_answers_end_where_the_references_do_or_at_the_limit(root: Path, speed: 
     assert "min, by this machine's arithmetic speed and 8 to 13 tokens a sample" in plan.to_text()
 
 
+@pytest.mark.parametrize(
+    ("search", "space", "is_sorted"),
+    [
+        ({}, {"kind": "layerwise"}, True),  # the default baselines include TIES
+        ({"baselines": "sources"}, {"kind": "layerwise"}, False),
+        ({"baselines": ["m3"]}, {"kind": "layerwise"}, False),  # by thresholds of whole models
+        ({"baselines": "none"}, {"kind": "lfs", "layer_groups": 2, "methods": ["linear", "ties"]}, True),
+        ({"baselines": "none"}, {"kind": "lfs", "layer_groups": 2, "methods": ["linear"]}, False),
+    ],
+)
+def test_statistics_are_a_phase_if_merges_use_them(
+    root: Path, speed: None, search: dict[str, Any], space: dict[str, Any], is_sorted: bool
+) -> None:
+    """The sorting of the expert's task vector for magnitude tables is planned once."""
+    changes: dict[str, Any] = {
+        "search_space": space,
+        "search": {"algorithm": "random", "max_trials": 2, **search},
+    }
+    machine = check(study_of(root, {"file": "data.jsonl", "max_tokens": 8}, **changes), root).machine
+    sorting = [phase for phase in machine.phases if phase.name == "statistics"]
+    assert len(sorting) == is_sorted
+    for phase in sorting:
+        assert phase.elapsed_s.most == pytest.approx(machine.facts.parameters / 2.6e7)
+
+
+@pytest.mark.parametrize(("trials", "number"), [(2, 3), (150, 7)])
+def test_canaries_are_a_phase(root: Path, speed: None, trials: int, number: int) -> None:
+    """Two engines of a machine make one canary for both at the start, one each after 32 swaps, and one at the end."""
+    engine = {"max_model_len": 64, "replicas": 2}
+    search = {"algorithm": "random", "max_trials": trials, "baselines": "none"}
+    study = study_of(root, {"file": "data.jsonl", "max_tokens": 8}, search=search, engine=engine)
+    (phase,) = [each for each in check(study, root).machine.phases if each.name == "canary"]
+    assert (phase.number, phase.width) == (number, 1), "one after the other"
+    assert phase.elapsed_s.most > 0
+
+
 def test_token_counts_are_kept(root: Path, tmp_path: Path, speed: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """The counted tokens of a task are kept until its data change."""
     data, counted = tmp_path / "own.jsonl", []

@@ -15,8 +15,9 @@ from search_spaces.baselines import all_baselines
 from search_spaces.recipe import Merge, Recipe, Source
 from search_spaces.study.engine import EngineOptions
 from tests.vision import image_folder, tiny_vit, vit_family
+from workers.engines.canaries import CANARY_EVERY
 from workers.engines.images.classifiers import reference_encoder
-from workers.engines.images.engine import CANARY_EVERY, ImageEngine
+from workers.engines.images.engine import ImageEngine
 from workers.engines.images.pixels import Pixels
 from workers.engines.images.scoring import entropy, largest_entropy, value_of
 from workers.engines.source_recipes import source_recipe

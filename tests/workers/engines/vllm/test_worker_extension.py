@@ -30,12 +30,15 @@ from workers.errors import EvidenceMismatch, TrialFailed
 from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
+from workers.merging.plan import TensorPlan
 from workers.serving.engine_worker import EngineWorker
 from workers.types import Family, Placement, ScoreRequest
 
 
 class Extension(MergeExtension):
     """The extension, with a model that loads tensors by name and counts them."""
+
+    rank = 0
 
     def __init__(self, family: Family) -> None:
         from transformers import AutoModelForCausalLM
@@ -297,13 +300,13 @@ def test_a_copy_that_is_not_packed_again_is_seen_at_the_swap(extension: Extensio
 def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Moves the bank of `extension` into the memory of a GPU, which is simulated on the CPU.
 
-    The weights stay on the CPU. `is_full` says whether merging on the GPU fails, `free` is the GPU's free memory, and
-    `devices` has the devices on which merges began.
+    The weights stay on the CPU. `is_full` says whether merging on the GPU fails, `free` is the GPU's free memory,
+    `segments` has torch's memory segments, and `devices` has the devices on which merges began.
     """
     import workers.merging.materialize
 
     write, stream = workers.merging.materialize.merged_tensors, DelayedCopies()
-    found = SimpleNamespace(is_full=False, free=0, devices=[], stream=stream)
+    found = SimpleNamespace(is_full=False, free=0, segments=[], devices=[], stream=stream)
 
     def merged_tensors(recipe: Recipe, bank: Bank, *rest: Any, **names: Any) -> Any:
         found.devices.append(bank.device.type)
@@ -327,6 +330,7 @@ def gpu(extension: Extension, monkeypatch: pytest.MonkeyPatch) -> SimpleNamespac
     monkeypatch.setattr(workers.merging.materialize, "merge_into", merge_into)
     monkeypatch.setattr(workers.merging.materialize, "Scratch", lambda bank, dtype: SimpleNamespace(tensor=None))
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (found.free, 80 * 10**9))
+    monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: found.segments)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device: None)
     extension._mergesearch_scratch_bytes = 10**9
     return found
@@ -362,6 +366,29 @@ def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Fa
     assert answer["off_device"].startswith(f"the CPU merged {count - 3} of {count} tensors")
     assert extension.apply(second)["off_device"].startswith("the CPU merged 3 of") is False
     assert holds(extension, second, tied_family)
+
+
+def segment(size: int, *, used: int = 0, pool: tuple[int, int] = (0, 0), device: int = 0) -> dict[str, Any]:
+    """A segment of torch's memory snapshot, with the fields that tell whether torch can return it to the GPU."""
+    return {"device": device, "segment_pool_id": pool, "total_size": size, "active_size": used}
+
+
+def test_memory_of_cuda_graphs_is_no_room(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
+    """Only whole unused segments of the default pool count as room, beside the memory that the GPU has free."""
+    gpu.is_full, gpu.free = True, 5 * 10**8
+    extension.apply(arithmetic(tied_family, 0.3, 0.5))
+    gpu.is_full = False
+    not_for_merges = [
+        segment(4 * 10**9, pool=(0, 1)),  # of CUDA graphs
+        segment(4 * 10**9, used=1),
+        segment(4 * 10**9, device=1),
+    ]
+    gpu.segments = not_for_merges
+    extension.apply(arithmetic(tied_family, 0.4, 0.5))
+    assert gpu.devices[-1] == "cpu"
+    gpu.segments = [*not_for_merges, segment(5 * 10**8)]
+    extension.apply(arithmetic(tied_family, 0.5, 0.5))
+    assert gpu.devices[-1] == "cuda"
 
 
 def test_small_gpu_merges_again_with_the_room_that_it_had(
@@ -571,3 +598,28 @@ def test_what_attention_keeps_of_weights_is_made_again(extension: Extension, tie
     extension.mergesearch_open(family_to_json(tied_family))
     extension.apply(arithmetic(tied_family, 0.3, 0.5))
     assert made == [torch.float32]
+
+
+def test_ranks_merge_in_their_own_orders(
+    tied_family: Family, monkeypatch: pytest.MonkeyPatch, extension: Extension
+) -> None:
+    """A rank of several begins at another tensor than the first rank, and holds the same merge."""
+    import workers.merging.materialize
+
+    orders: list[list[str]] = []
+    write = workers.merging.materialize.merge_into
+
+    def merge_into(plan: TensorPlan, *rest: Any) -> Any:
+        orders.append([tensor.name for tensor in plan.tensors])
+        return write(plan, *rest)
+
+    monkeypatch.setattr(workers.merging.materialize, "merge_into", merge_into)
+    recipe = model_stock(tied_family)
+    extension.apply(recipe)
+    extension.rank = 1
+    extension.mergesearch_open(family_to_json(tied_family), ranks=2)
+    extension.apply(recipe)
+    assert holds(extension, recipe, tied_family)
+    first, second = orders
+    half = len(first) // 2
+    assert second == first[half:] + first[:half]

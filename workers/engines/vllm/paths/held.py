@@ -42,8 +42,8 @@ class HeldPath(HeldWeights):
     The parameters outside layers (embedding, final norm and output head) are held once.
     """
 
-    def __init__(self, model: Any, dtype: torch.dtype) -> None:
-        super().__init__(model, dtype)
+    def __init__(self, model: Any, dtype: torch.dtype, *, rank: int = 0, ranks: int = 1) -> None:
+        super().__init__(model, dtype, rank=rank, ranks=ranks)
         self._pool = LayerPool(len(model.model.layers))
         self._path: tuple[Hop, ...] = ()
         self._by_name: dict[str, torch.nn.Parameter] = {}
