@@ -274,6 +274,10 @@ class EngineWorker:
     def check(self) -> tuple[CanaryReport, ...]:
         return (self.engine.check(),)
 
+    def close(self) -> None:
+        """Shut the engine down, and leave the memory that processes of this machine share; may be called twice."""
+        self.engine.close()
+
     def statistics(self) -> Mapping[str, Any]:
         return {
             "starts": 1,

@@ -600,17 +600,27 @@ class Engine:
         return results[0] if len(set(results)) == 1 else "+".join(map(str, results))
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory; may be called twice."""
+        """Shut vLLM down and free its memory, also that which processes of the node share; may be called twice.
+
+        An engine of one process has the sources in this process. The ranks of other engines end, and so does their use
+        of shared memory.
+        """
         llm = self.__dict__.pop("_llm", None)
         if llm is not None:
             if (ranks := self.options.tensor_parallel_size) > 1:
                 log.info(
                     "engine %s ends: it waits for %d processes, each of which ends after its merge", self.name, ranks
                 )
+            self._close_bank()
             llm.llm_engine.engine_core.shutdown()
         if self._new_tokenizer is not None:
             self._new_tokenizer.cleanup()
             self._new_tokenizer = None
+
+    def _close_bank(self) -> None:
+        from workers.engines.vllm.worker_extension import close_bank, family_to_json
+
+        close_bank(family_to_json(self.family))
 
     def __enter__(self) -> Self:
         return self

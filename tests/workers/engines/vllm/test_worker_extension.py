@@ -479,6 +479,23 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
     assert found["reason"] == "there is much room; in GPU memory there was too little left once the engine ran"
 
 
+def test_closed_engine_leaves_no_shared_memory(
+    extension: Extension, own_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is closed removes its sources from shared memory, although its bank is still referenced."""
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    extension.mergesearch_open(family_to_json(own_family), [Placement.HOST], is_shared=True)
+    engine = engine_of(extension, own_family)
+    engine.options, engine._new_tokenizer = OPTIONS, None
+    engine._llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: None)
+    (own,) = tmp_path.glob("mergesearch-*")
+    assert [(each / "sources").exists() for each in own.iterdir()] == [True]
+    engine.close()
+    assert list(own.iterdir()) == []
+    engine.close()
+    assert open_bank(family_to_json(own_family)) is not extension._mergesearch_bank
+
+
 def test_a_swap_plans_its_recipe_once(
     extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch
 ) -> None:
