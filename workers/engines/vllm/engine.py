@@ -26,6 +26,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
+from workers.engines.rank_threads import threads_of_ranks
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
@@ -351,7 +352,8 @@ class Engine:
             return self.canary.report
 
     def _make_canary(self, recipe: Recipe) -> CanaryReport:
-        report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes, swap_count=self.swap_count)
+        with threads_of_ranks(self.options.tensor_parallel_size):
+            report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes, swap_count=self.swap_count)
         self._is_checked = not report.skipped
         return report
 
@@ -362,7 +364,8 @@ class Engine:
         was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (method
         `canary.Canary.compare`).
         """
-        return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes)
+        with threads_of_ranks(self.options.tensor_parallel_size):
+            return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes)
 
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
@@ -31,7 +32,7 @@ from workers.evaluation.prompts import Prompts
 from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.serving.engine_worker import EngineWorker
-from workers.types import Family, Placement, ScoreRequest
+from workers.types import CanaryReport, Family, Placement, ScoreRequest
 
 
 class Extension(MergeExtension):
@@ -180,7 +181,7 @@ def engine_of(extension: Extension, family: Family) -> Engine:
     vllm = SimpleNamespace(has_unfinished_requests=lambda: False)
     engine._llm = SimpleNamespace(collective_rpc=call, llm_engine=vllm, reset_prefix_cache=lambda: True)
     engine.family, engine.prompts, engine.swap_s = family, Prompts(family.base.directory, OPTIONS), []
-    engine.name, engine._fault = "engine", None
+    engine.name, engine._fault, engine.options, engine._new_tokenizer = "engine", None, OPTIONS, None
     engine._state = {"checksum": "", "swaps": 0, "off_device": ""}
     engine._contents = SimpleNamespace(refusal=lambda recipe: None)  # type: ignore[assignment]
     engine.canary = SimpleNamespace(is_due=lambda swap_count: False, num_passed=0)  # type: ignore[assignment]
@@ -486,7 +487,6 @@ def test_closed_engine_leaves_no_shared_memory(
     monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
     extension.mergesearch_open(family_to_json(own_family), [Placement.HOST], is_shared=True)
     engine = engine_of(extension, own_family)
-    engine.options, engine._new_tokenizer = OPTIONS, None
     engine._llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: None)
     (own,) = tmp_path.glob("mergesearch-*")
     assert [(each / "sources").exists() for each in own.iterdir()] == [True]
@@ -494,6 +494,32 @@ def test_closed_engine_leaves_no_shared_memory(
     assert list(own.iterdir()) == []
     engine.close()
     assert open_bank(family_to_json(own_family)) is not extension._mergesearch_bank
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_canary_has_the_threads_of_all_ranks(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Canaries compute on the CPU with the threads of all ranks, which wait; later merges have those of one rank."""
+    engine = engine_of(extension, tied_family)
+    engine.options = OPTIONS.model_copy(update={"tensor_parallel_size": ranks})
+    seen: list[int] = []
+
+    def compare(*_: Any, **__: Any) -> CanaryReport:
+        seen.append(torch.get_num_threads())
+        return CanaryReport("engine", 1)
+
+    engine.canary = SimpleNamespace(make=compare, compare=compare)  # type: ignore[assignment]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.swap(arithmetic(tied_family, 0.3, 0.5), check=True)
+        engine.check_against_transformers(arithmetic(tied_family, 0.3, 0.5))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2 * ranks] * 2
 
 
 def test_a_swap_plans_its_recipe_once(
