@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -22,7 +23,11 @@ from tests.builders import opposed_family
 from tests.conftest import OPTIONS
 from tests.workers.delayed_copies import GPU, DelayedCopies
 from tests.workers.recipes import arithmetic, model_stock, slerp
+from workers.cache import CACHE_VARIABLE
 from workers.engines.source_recipes import base_recipe
+from workers.engines.transformers import backend
+from workers.engines.transformers.merged_models import merged_model
+from workers.engines.vllm import canary
 from workers.engines.vllm.checksum import checksum
 from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.plugin import IS_PACKED, PACK
@@ -347,6 +352,30 @@ def test_cpu_merges_what_a_full_gpu_holds(extension: Extension, tied_family: Fam
     assert holds(extension, second, tied_family)
     assert (gpu.devices[0], set(gpu.devices[1:])) == ("cuda", {"cpu"}), "while it is full the GPU is not tried again"
     assert gpu.stream.num_delayed == 0
+
+
+def test_canary_on_a_full_gpu_merges_on_the_cpu(
+    extension: Extension,
+    tied_family: Family,
+    gpu: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A comparison with transformers, and the measurement of the base, need no memory of a GPU that is full."""
+    recipe, base = arithmetic(tied_family, 0.3, 0.5), base_recipe(tied_family)
+    own = Bank(tied_family)
+    models = {each.digest: merged_model(each, own, dtype="float32") for each in (recipe, base)}
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(canary, "open_bank", lambda family: extension._mergesearch_bank)
+    full = sys.modules["workers.merging.materialize"].merged_tensors
+    monkeypatch.setattr("workers.engines.transformers.merged_models.merged_tensors", full)
+    made = canary.Canary(tied_family, base=base, replica="a", dtype="float32", vocabulary=104, max_length=64)
+    gpu.is_full = True
+    for number, each in enumerate((base, recipe), 1):
+        logprobs = partial(map, partial(backend.logprobs, models[each.digest]))
+        report = made.make(each, lambda texts, of=logprobs: list(of(texts)), free_bytes=lambda: 1 << 40, swap_count=1)
+        assert (report.canaries, report.skipped) == (number, "")
+    assert gpu.devices == ["cuda", "cpu"] * 2
 
 
 def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
