@@ -28,6 +28,7 @@ import psutil
 
 from service.cluster.session import start_ray
 from service.disk import LOCK_FILE
+from workers.merging.node import remove_leftovers
 from workers.telemetry import logs
 
 __all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
@@ -35,6 +36,9 @@ __all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
 HOST_FILE = "ray.json"
 ORPHANED_AFTER_S = 600.0
 POLL_S = 0.5
+
+# Seconds within which killed processes have ended; the memory of an engine is returned in a few.
+KILLED_S = 10.0
 
 # Without these a cluster does no work. Jobs are submitted through the dashboard.
 VITAL = ("gcs_server", "raylet", "dashboard")
@@ -180,9 +184,14 @@ def main() -> int:
     vital = [child for child in me.children(recursive=True) if _is_vital(child)]
     reason = _watch(vital, stopping, options.data_dir)
     logger.info("stopping Ray: %s", reason)
-    for child in me.children(recursive=True):
+    children = me.children(recursive=True)
+    for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
+    deadline = time.monotonic() + KILLED_S
+    while not all(map(_is_dead, children)) and time.monotonic() < deadline:
+        time.sleep(0.05)
+    remove_leftovers()  # source weights that the engines among them shared
     os._exit(0 if stopping.is_set() else 1)  # Ray's exit handlers would wait for processes that have ended
 
 

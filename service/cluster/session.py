@@ -14,6 +14,8 @@ from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
 
+from workers.merging.node import remove_leftovers
+
 __all__ = ["RaySession", "check_reachable", "prepare_environment", "ray_session", "start_ray"]
 
 NAMESPACE = "mergesearch"
@@ -54,8 +56,9 @@ class RaySession:
 def ray_session() -> Iterator[RaySession]:
     """Context with a connection to the Ray cluster that the environment variable RAY_ADDRESS names.
 
-    If the variable is not set, Ray is started on this machine and stopped at the end of the context. Raises
-    ConnectionError if Ray cannot be reached or started.
+    If the variable is not set, Ray is started on this machine and stopped at the end of the context. Then the source
+    weights are removed from shared memory that killed processes have left there. Raises ConnectionError if Ray cannot
+    be reached or started.
     """
     prepare_environment()
     import ray
@@ -71,6 +74,8 @@ def ray_session() -> Iterator[RaySession]:
         yield RaySession(is_own=not address, dashboard_url=f"http://{url}" if url else None, dashboard_host=host)
     finally:
         ray.shutdown()
+        if not address:  # its processes have ended, some of them by a kill
+            remove_leftovers()
 
 
 def prepare_environment() -> None:

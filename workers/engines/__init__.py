@@ -6,6 +6,7 @@
 - `canaries`: how often engines are compared with transformers
 - `source_recipes`: recipes whose merge is a source model itself
 - `host_memory`: free host memory
+- `rank_threads`: threads for computing on the CPU while an engine's ranks wait
 - `kv_cache`: bytes of the attention keys and values of a model
 - `logits`: detection of logits that are NaN or infinite
 """

@@ -562,6 +562,14 @@ class Bank:
         """
         self._keeps_ranks = True
 
+    def close(self) -> None:
+        """End this process's use of the memory that the node's processes share; the last process removes it.
+
+        The bank can still be used: its source weights stay in memory as long as the bank exists. It shares no more
+        statistics. The method may be called twice, and does nothing if nothing is shared.
+        """
+        self.node.close()
+
     def _statistics_bytes(self) -> int:
         banks = (self, *self._on.values())
         tables = {id(table): table.num_bytes for bank in banks for table in bank._magnitudes.values()}

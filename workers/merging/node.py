@@ -3,7 +3,8 @@
 Ranks of an engine, and engines of one family of models, need the same statistics and the same source weights. These
 processes share a directory of the node's shared memory, which is named after the content of the sources. Locks of the
 operating system (`flock`) decide which process computes, and show which processes use the directory. When a process
-ends for any reason, its lock ends too.
+ends for any reason, its lock ends too. A process that is killed, such as a Ray actor by `ray.kill`, leaves the files:
+the owners of such processes close the memory first (method `Node.close`).
 """
 
 from __future__ import annotations
@@ -21,11 +22,12 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
-from typing import Any, TypeVar
-
-import torch
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from workers.telemetry.phases import phase
+
+if TYPE_CHECKING:
+    import torch
 
 __all__ = [
     "SHARED_MEMORY",
@@ -64,7 +66,8 @@ class SharedDirectory:
 
     `name` identifies the content; processes that give the same name share one directory. The last process that closes
     the directory removes it. If the last process was killed, the directory is removed when a process opens another
-    directory. `root` is the directory of the node's shared memory; None means the constant SHARED_MEMORY.
+    directory, or by `remove_leftovers`. `root` is the directory of the node's shared memory; None means the constant
+    SHARED_MEMORY.
     """
 
     def __init__(self, name: str, *, root: Path | None = None) -> None:
@@ -108,6 +111,8 @@ class SharedDirectory:
         return self._memory(num_bytes, is_new=False)
 
     def _memory(self, num_bytes: int, *, is_new: bool) -> torch.Tensor:
+        import torch
+
         size = max(1, num_bytes)
         file = os.open(self.path / SOURCES, os.O_RDWR | (os.O_CREAT if is_new else 0) | os.O_CLOEXEC, 0o600)
         try:
@@ -166,7 +171,7 @@ def shared_bytes(name: str) -> int:
         return 0
 
 
-def remove_leftovers(*, except_for: str) -> None:
+def remove_leftovers(*, except_for: str = "") -> None:
     """Remove what killed processes of this user have left in the node's shared memory, so that it counts as free.
 
     A directory that a process has open is never removed, nor is the directory with the name `except_for`.
@@ -218,10 +223,11 @@ class Node:
         then read it from the shared directory. Without a shared directory, `made` is called every time, and nothing is
         stored. With `most_bytes`, the oldest values of this kind are removed once all of them have more bytes.
         """
-        if self.shared is None:
+        shared = self.shared
+        if shared is None:
             return made()
         kind, digest = name[0], hashlib.sha256(repr(name).encode()).hexdigest()
-        folder = self.shared.path / kind
+        folder = shared.path / kind
         folder.mkdir(mode=0o700, exist_ok=True)
         file = folder / digest
         found = _read(file)
@@ -240,6 +246,12 @@ class Node:
                         _prune_to(folder, most_bytes)
         value: T = found[0]
         return value
+
+    def close(self) -> None:
+        """End this process's use of the shared directory; later values are computed here. May be called twice."""
+        if self.shared is not None:
+            self.shared.close()
+            self.shared = None
 
 
 def _own_directory(root: Path) -> Path:

@@ -18,6 +18,7 @@ __all__ = [
     "application_state",
     "failure_reason",
     "is_deployed",
+    "is_known",
     "is_on_cpu",
     "is_ready",
     "num_replicas",
@@ -56,6 +57,15 @@ def num_replicas(name: str) -> Counter[str]:
     application = _applications().get(name)
     deployments = application.deployments.values() if application else ()
     return Counter(replica.state.value for deployment in deployments for replica in deployment.replicas)
+
+
+def is_known(name: str) -> bool:
+    """Whether Serve knows the application `name`, which it forgets once the replicas of a deleted one are gone.
+
+    Serve reports no replicas of an application that is being deleted. Raises ServeUnavailable if Serve's controller
+    does not answer.
+    """
+    return name in _applications()
 
 
 def replica_state(name: str, replica_id: str) -> str | None:

@@ -18,9 +18,9 @@ from workers.serving.application import (
     answered,
     failure_reason,
     is_deployed,
+    is_known,
     is_on_cpu,
     is_ready,
-    num_replicas,
 )
 from workers.serving.gpu_shares import engine_gpus
 from workers.serving.gpu_verification import verify_on_free_gpus
@@ -157,6 +157,10 @@ def deploy_scorer(
                 async def hold(self, digest: str) -> str:
                     return digest
 
+                def __del__(self) -> None:  # Serve calls it before it kills the process of a replica that it stops
+                    if hasattr(self, "_worker"):  # the worker has started
+                        self.close()
+
             deployment = serve.deployment(
                 Scorer,
                 name=DEPLOYMENT,
@@ -228,7 +232,7 @@ def stop(name: str) -> None:
     serve.delete(name, _blocking=False)
     deadline = time.monotonic() + STOP_S
     with suppress(ServeUnavailable):
-        while num_replicas(name) and time.monotonic() < deadline:
+        while is_known(name) and time.monotonic() < deadline:
             time.sleep(0.1)
 
 

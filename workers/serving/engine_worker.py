@@ -18,6 +18,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.cache import cache_dir
 from workers.directories import scratch
+from workers.engines.rank_threads import threads_of_ranks
 from workers.engines.source_recipes import base_recipe
 from workers.engines.transformers.batches import batch_bytes
 from workers.engines.vllm.engine import Engine
@@ -189,23 +190,34 @@ class EngineWorker:
 
         `spans` are the ranges of samples to compare. The merge of `recipe` is computed on the CPU and written to a
         temporary checkpoint. transformers loads the checkpoint and computes in float32, on a free GPU of this machine
-        (module `gpu_verification`) or else on the CPU. If the recipe has alignments (maps between layers), the merged
-        model is built in transformers without files, because an ordinary checkpoint cannot contain it. Returns a report
-        of 0 samples if nothing can be compared, or if no disk has enough space.
+        (module `gpu_verification`) or else on the CPU, with the threads of all ranks of the engine. If the recipe has
+        alignments (maps between layers), the merged model is built in transformers without files, because an ordinary
+        checkpoint cannot contain it. Returns a report of 0 samples if nothing can be compared, or if no disk has enough
+        space.
         """
-        import torch
-
-        from workers.engines.transformers.merged_models import merged_model
-        from workers.engines.transformers.verification import nothing_to_compare, texts_to_read, verify
-        from workers.engines.vllm.worker_extension import family_to_json, open_bank
-        from workers.export.checkpoint import export
-        from workers.merging.plan import merged_names
+        from workers.engines.transformers.verification import nothing_to_compare
 
         engine = self.engine
         depth = len(recipe.layers) / len(base_recipe(engine.family).layers)
         if reason := nothing_to_compare(engine.family.base.directory, self.evaluator, spans, depth=depth):
             return _not_verified(recipe, engine.dtype, reason)
         engine.swap(recipe)
+        with threads_of_ranks(engine.options.tensor_parallel_size):
+            return self._verify_held(recipe, samples, spans)
+
+    def _verify_held(
+        self, recipe: Recipe, samples: tuple[SampleResult, ...], spans: tuple[Span, ...]
+    ) -> VerificationReport:
+        """Verify the merge of `recipe`, which the engine holds, as the method `verify` does."""
+        import torch
+
+        from workers.engines.transformers.merged_models import merged_model
+        from workers.engines.transformers.verification import texts_to_read, verify
+        from workers.engines.vllm.worker_extension import family_to_json, open_bank
+        from workers.export.checkpoint import export
+        from workers.merging.plan import merged_names
+
+        engine = self.engine
         texts = texts_to_read(self.evaluator, samples, spans)
         # Users' exports are computed on the CPU, also where the engine merges on a GPU.
         bank = open_bank(family_to_json(engine.family)).on("cpu")
@@ -273,6 +285,10 @@ class EngineWorker:
 
     def check(self) -> tuple[CanaryReport, ...]:
         return (self.engine.check(),)
+
+    def close(self) -> None:
+        """Shut the engine down, and leave the memory that processes of this machine share; may be called twice."""
+        self.engine.close()
 
     def statistics(self) -> Mapping[str, Any]:
         return {

@@ -269,6 +269,9 @@ class FakeScorer:
             self._canaries += not self.skips_canaries
             return (CanaryReport(self.name, self._canaries, self.skips_canaries),)
 
+    def close(self) -> None:
+        """Do nothing: the fake scorer has no engine and no memory that would outlive its process."""
+
     def statistics(self) -> Mapping[str, Any]:
         """Statistics of the fake engine, with the keys of a real engine; only calls in this process are counted."""
         return {

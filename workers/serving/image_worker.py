@@ -132,6 +132,9 @@ class ImageWorker:
     def check(self) -> tuple[CanaryReport, ...]:
         return (self.engine.check(),)
 
+    def close(self) -> None:
+        """Do nothing: an engine in torch shares no memory with other processes, and ends with its process."""
+
     def statistics(self) -> Mapping[str, Any]:
         return {
             "starts": 1,

@@ -62,6 +62,10 @@ __all__ = ["ReplicaMetrics", "ScoringReplica", "Worker"]
 log = logging.getLogger(__name__)
 T = TypeVar("T")
 
+# Seconds for which a replica that Serve stops waits for its worker to close. The ranks of an engine end within seconds
+# if they compute nothing; a worker that hangs is killed.
+CLOSE_S = 30.0
+
 
 class Worker(Protocol):
     """Interface of the object that does the work of a replica, such as scoring. Only one thread uses it at a time.
@@ -101,6 +105,10 @@ class Worker(Protocol):
     def check(self) -> tuple[CanaryReport, ...]: ...
 
     def statistics(self) -> Mapping[str, Any]: ...
+
+    def close(self) -> None:
+        """Free what would outlive the process if it were killed, such as shared memory; may be called twice."""
+        ...
 
 
 class ReplicaMetrics:
@@ -180,6 +188,14 @@ class ScoringReplica:
         note_ready()
         self._watchdog = Watchdog(limits, start_s=time.monotonic() - started)
         self._metrics = ReplicaMetrics()
+
+    def close(self) -> None:
+        """Close the worker, in its thread, and wait at most CLOSE_S seconds for it.
+
+        Serve kills the process of a replica that it stops: exit handlers do not run, and processes that the worker has
+        started are killed too.
+        """
+        wait([self._thread.submit(self._worker.close)], timeout=CLOSE_S)
 
     async def hold(self, digest: str) -> str:
         """Make Serve prefer this replica for requests with the recipe `digest`, and return the digest.

@@ -129,7 +129,8 @@ def plan_of(
     deepest = replace(speeds, facts=facts.deepened(max_layers) if max_layers else facts)
     all_threads, threads_of_engine = (
         engine_speeds(facts, replace(profile, gpus=0), config=sources.base.settings, dtype="float32", threads=number)
-        for number in (max(1, profile.cores - 1), of_engine)
+        # An engine verifies with the threads of all its ranks, which wait meanwhile.
+        for number in (max(1, profile.cores - 1), of_engine * study.engine.tensor_parallel_size)
     )
     verification_speeds = None
     if placement.verification_gpus:

@@ -15,6 +15,7 @@ from service.store.steps import GradientRequest, GradientResult, LossesRequest, 
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.vllm.memory import HOST_SHARE
 from workers.errors import TrialFailed
+from workers.merging.node import free_shared_bytes, remove_leftovers, shared_bytes
 from workers.models.family import on_this_machine, open_sources
 from workers.telemetry import logs
 from workers.types import Completions, Family, Placement, TaskSpec
@@ -92,6 +93,14 @@ class GradientActor:
         data cannot be used.
         """
         return self._losses(request) if isinstance(request, LossesRequest) else self._gradient(request)
+
+    def close(self) -> None:
+        """End this process's use of the sources in memory that processes of the machine share.
+
+        The actor is closed before it is killed, because exit handlers of a killed process do not run.
+        """
+        if self._opened is not None:
+            self._opened.bank.close()
 
     def _losses(self, request: LossesRequest) -> LossesResult:
         gradients, recipe = self._gradients(), self._recipe(request.point)
@@ -203,7 +212,6 @@ def _has_room(family: Family) -> bool:
     on the machine use the same copy. What killed processes have left in the shared memory is removed first.
     """
     from workers.merging.bank import content_name
-    from workers.merging.node import free_shared_bytes, remove_leftovers, shared_bytes
 
     size, content = open_sources(family).stored_bytes, content_name(family, "cuda")
     remove_leftovers(except_for=content)

@@ -41,6 +41,9 @@ COME_S = 1800.0
 # Seconds for which the GPU of an actor that died is waited for, and between two looks at Ray's free resources.
 FREED_S, POLL_S = 15.0, 0.5
 
+# Seconds for which the end of an actor waits until it has left the machine's shared memory, which takes milliseconds.
+CLOSE_S = 10.0
+
 # CPUs that Ray reserves for the gradient actor. As for a replica, the actor may use more.
 ACTOR_CPUS = 0.1
 
@@ -165,9 +168,13 @@ class RayGradients:
     def release(self) -> None:
         """End the gradient actor, so that its GPU and memory are free for other work, such as verification.
 
-        A later request starts another actor. The method does nothing if no actor runs.
+        A later request starts another actor. The method does nothing if no actor runs. An actor that computes is killed
+        after CLOSE_S seconds.
         """
         if self.actor is not None:
+            if self._start_call is None or ray.wait([self._start_call], timeout=0)[0]:
+                # Otherwise the sources would stay in the machine's shared memory if no engine uses them.
+                ray.wait([self.actor.close.remote()], timeout=CLOSE_S)
             ray.kill(self.actor)
             self.actor = self._start_call = None
 

@@ -6,10 +6,13 @@ import socket
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from service.cluster.session import SETTINGS_FRAME, check_reachable, ray_session
+from workers.merging.node import SharedDirectory
 
 ADVICE = "start Ray there, correct RAY_ADDRESS, or unset it to have Ray started on this machine"
 
@@ -42,6 +45,22 @@ def test_a_port_where_nobody_listens(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("ray.is_initialized", lambda: False)  # as it is in a command of its own
     with pytest.raises(ConnectionError, match="no Ray answers there"), ray_session():
         pass
+
+
+def test_end_removes_what_killed_processes_left(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of a command's own Ray removes memory of killed processes, but none that another process uses."""
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr("ray.is_initialized", lambda: False)
+    monkeypatch.setattr("ray.shutdown", lambda: None)
+    monkeypatch.setattr("service.cluster.session.start_ray", lambda: SimpleNamespace(dashboard_url=None))
+    used = SharedDirectory("used")
+    with ray_session():
+        left = used.path.parent / "left"
+        left.mkdir()
+        (left / "users").touch()
+    assert [each.name for each in used.path.parent.iterdir()] == ["used"]
+    used.close()
 
 
 @pytest.mark.parametrize("address", ["no-such-host.invalid:6379", "127.0.0.1:99999", "ray://127.0.0.1:1"])

@@ -216,6 +216,18 @@ def test_the_oldest_values_make_room(root: Path) -> None:
     shared.close()
 
 
+def test_values_are_still_computed_after_a_close(root: Path) -> None:
+    """A process that has left the shared directory computes values itself, and the memory that it has stays valid."""
+    shared = SharedDirectory("sources", root=root)
+    of = Node(shared)
+    memory = shared.fill(3, twos)
+    assert of.value(("norm", 1), lambda: 1) == of.value(("norm", 1), lambda: 2) == 1
+    of.close()
+    of.close()
+    assert names(root) == []
+    assert (of.value(("norm", 1), lambda: 2), memory.tolist()) == (2, [2, 2, 2])
+
+
 def twos(memory: torch.Tensor) -> None:
     memory.fill_(2)
 

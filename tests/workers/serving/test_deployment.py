@@ -8,6 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -25,13 +26,13 @@ from workers.errors import (
     TrialFailed,
 )
 from workers.serving.application import application_state, is_on_cpu, num_replicas
-from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus
+from workers.serving.deployment import app_name, deploy_scorer, runs_on_gpus, stop
 from workers.serving.fake import FakeScorer
 from workers.serving.serve_scorer import ServeScorer
 from workers.serving.start_phases import start_text
 from workers.serving.watchdog import TimeLimits
 from workers.telemetry.phases import phase
-from workers.types import Family, GpuNeed, ModelSource, ScoreRequest, Span, TaskSpec
+from workers.types import Family, GpuNeed, ModelSource, ScoreRequest, ScoreResult, Span, TaskSpec
 
 TASK = TaskSpec("anything", "exact_match")
 
@@ -120,6 +121,34 @@ def test_failed_canary_replaces_the_replica(ray_cluster: None, tied_family: Fami
     assert result is not None
     assert result.evidence.replica != first
     serve.delete("fake-fault")
+
+
+@dataclass
+class SharesSources(FakeScorer):
+    """A fake scorer that has a directory in the shared memory `root`, as the bank of an engine has."""
+
+    root: str = ""
+    _node: Any = None
+
+    def score(self, request: ScoreRequest) -> ScoreResult:
+        from workers.merging.node import Node, SharedDirectory
+
+        self._node = self._node or Node(SharedDirectory("sources", root=Path(self.root)))
+        return super().score(request)
+
+    def close(self) -> None:
+        self._node.close()
+
+
+def test_stopped_replica_leaves_no_shared_memory(ray_cluster: None, tied_family: Family, tmp_path: Path) -> None:
+    """The sources of a replica that Serve stops are gone from shared memory, although Serve kills its process."""
+    make_worker = partial(SharesSources, root=str(tmp_path))
+    scorer = deploy_scorer(tied_family, OPTIONS, name="fake-shares", make_worker=make_worker)
+    scorer.score(request(tied_family, 0.5, 1))
+    sources = tmp_path / f"mergesearch-{os.getuid()}" / "sources"
+    assert sources.exists()
+    stop("fake-shares")
+    assert not sources.exists()
 
 
 def test_kill_in_a_counted_chunk_is_reported(fake: ServeScorer, tied_family: Family) -> None:

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import errno
+import os
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
@@ -68,6 +70,36 @@ def test_a_merge_with_alignments_is_verified_without_a_disk(
     assert worker.verify(recipe, (), ()) is FOUND
     ((options),) = asked
     assert (options["model"], options["engine_logprobs"]) == ("the model in float32", {(1, 2): [-1.0]})
+
+
+def test_verification_has_the_threads_of_all_ranks(
+    worker: EngineWorker, tied_family: Family, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine of four ranks verifies on the CPU with four times its threads, if there are cores, and gives them back.
+
+    The merge is written into the engine with its own threads.
+    """
+    seen: list[int] = []
+
+    def verify(*_: Any, **__: Any) -> VerificationReport:
+        seen.append(torch.get_num_threads())
+        return FOUND
+
+    monkeypatch.setattr(verification, "verify", verify)
+    monkeypatch.setattr(merged_models, "merged_model", lambda *_, dtype: "the model")
+    monkeypatch.setattr(worker.engine, "swap", lambda recipe: seen.append(torch.get_num_threads()))
+    worker.engine.options = worker.engine.options.model_copy(update={"tensor_parallel_size": 4})
+    recipe: Any = Aligned(arithmetic(tied_family, 0.3, 0.5))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        for cores in (100, 7, 2):
+            monkeypatch.setattr(os, "sched_getaffinity", lambda _, cores=cores: set(range(cores)))
+            worker.verify(recipe, (), ())
+            assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2, 8, 2, 6, 2, 2]
 
 
 def test_an_export_that_fits_on_no_disk_is_not_verified(worker: EngineWorker, tied_family: Family) -> None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -138,6 +139,32 @@ def test_moved_replica_begins_no_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(NodeDraining, match=r"fake-\d+ begins no chunk: its node is drained"):
         asyncio.run(replica.score(request(0.3)))
     assert is_healthy(replica)
+
+
+@dataclass
+class Closes(FakeScorer):
+    """A fake scorer that notes the thread in which it is closed, after waiting for `may_close`."""
+
+    may_close: threading.Event = field(default_factory=threading.Event)
+    closed_in: list[str] = field(default_factory=list)
+
+    def close(self) -> None:
+        self.may_close.wait(10.0)
+        self.closed_in.append(threading.current_thread().name)
+
+
+def test_stopped_replica_closes_its_worker(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A replica closes its worker in the engine's thread, and does not wait for one that hangs."""
+    worker = Closes()
+    worker.may_close.set()
+    ScoringReplica(lambda: worker).close()
+    assert worker.closed_in[0].startswith("engine")
+    monkeypatch.setattr("workers.serving.replica.CLOSE_S", 0.05)
+    hanging = Closes()
+    replica = ScoringReplica(lambda: hanging)
+    replica.close()
+    assert hanging.closed_in == []
+    hanging.may_close.set()
 
 
 def test_an_engine_that_does_not_start_in_time_is_given_up() -> None:

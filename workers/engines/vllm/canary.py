@@ -250,11 +250,11 @@ class Canary:
         if is_base:
             theirs: Sequence[float] = self._calibration.base
         else:
-            model = merged_model(recipe, bank, dtype=self._dtype)
+            model = _merged_model(recipe, bank, dtype=self._dtype)
             theirs = read(model, self._prompts)
 
         def bounds() -> list[float]:
-            own = merged_model(recipe, bank, dtype=self._dtype) if model is None else model
+            own = _merged_model(recipe, bank, dtype=self._dtype) if model is None else model
             return _flat([rounding_bounds(own, prompt) for prompt in self._prompts])
 
         return self._calibration.check(ours, theirs, of=f"recipe {recipe.digest[:12]}", bounds=bounds)
@@ -274,10 +274,25 @@ class Canary:
         with turn_if_writable(cache_dir() / "canaries" / digest_of(key)[:16]):
             if (known := _known_calibration(key)) is not None:
                 return known
-            model = merged_model(self._base, bank, dtype=self._dtype)
+            model = _merged_model(self._base, bank, dtype=self._dtype)
             found = calibrate(model, self._prompts, dtype=self._dtype)
             cached(key, json.dumps(asdict(found)))
             return found
+
+
+def _merged_model(recipe: Recipe, bank: Bank, *, dtype: str) -> Any:
+    """As `merged_models.merged_model`; the CPU computes the merge if the bank's GPU has too little memory.
+
+    An engine of one process has its bank on its GPU, which swaps of the engine also leave to the CPU if it is full.
+    """
+    try:
+        return merged_model(recipe, bank, dtype=dtype)
+    except torch.OutOfMemoryError as error:
+        if bank.device.type == "cpu":
+            raise
+        log.warning("the GPU has too little memory left to merge for a comparison, so the CPU merges: %s", error)
+    torch.cuda.empty_cache()  # outside of the handler, whose error refers to tensors of the merge
+    return merged_model(recipe, bank.on("cpu"), dtype=dtype)
 
 
 def _turn_of_machine() -> AbstractContextManager[None]:

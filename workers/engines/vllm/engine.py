@@ -26,6 +26,7 @@ from search_spaces.recipe import Recipe
 from search_spaces.study.engine import EngineOptions
 from workers.engines.host_memory import free_host_bytes
 from workers.engines.logits import in_words
+from workers.engines.rank_threads import threads_of_ranks
 from workers.engines.source_recipes import base_recipe
 from workers.engines.vllm.engine_errors import engine_errors, not_started
 from workers.engines.vllm.environment import engine_environment, let_llvmlite_be_inspected
@@ -351,7 +352,8 @@ class Engine:
             return self.canary.report
 
     def _make_canary(self, recipe: Recipe) -> CanaryReport:
-        report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes, swap_count=self.swap_count)
+        with threads_of_ranks(self.options.tensor_parallel_size):
+            report = self.canary.make(recipe, self.logprobs, free_bytes=free_host_bytes, swap_count=self.swap_count)
         self._is_checked = not report.skipped
         return report
 
@@ -362,7 +364,8 @@ class Engine:
         was skipped. Raises EvidenceMismatch if they differ by more than rounding explains (method
         `canary.Canary.compare`).
         """
-        return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes)
+        with threads_of_ranks(self.options.tensor_parallel_size):
+            return self.canary.compare(recipe, self.logprobs, free_bytes=free_host_bytes)
 
     def generate(
         self, requests: Sequence[Generation], *, finished: Callable[[int, Completion], None] | None = None
@@ -600,17 +603,27 @@ class Engine:
         return results[0] if len(set(results)) == 1 else "+".join(map(str, results))
 
     def close(self) -> None:
-        """Shut vLLM down and free its memory; may be called twice."""
+        """Shut vLLM down and free its memory, also that which processes of the node share; may be called twice.
+
+        An engine of one process has the sources in this process. The ranks of other engines end, and so does their use
+        of shared memory.
+        """
         llm = self.__dict__.pop("_llm", None)
         if llm is not None:
             if (ranks := self.options.tensor_parallel_size) > 1:
                 log.info(
                     "engine %s ends: it waits for %d processes, each of which ends after its merge", self.name, ranks
                 )
+            self._close_bank()
             llm.llm_engine.engine_core.shutdown()
         if self._new_tokenizer is not None:
             self._new_tokenizer.cleanup()
             self._new_tokenizer = None
+
+    def _close_bank(self) -> None:
+        from workers.engines.vllm.worker_extension import close_bank, family_to_json
+
+        close_bank(family_to_json(self.family))
 
     def __enter__(self) -> Self:
         return self

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from workers.merging.bank import Bank
     from workers.merging.materialize import Scratch
 
-__all__ = ["MergeExtension", "family_from_json", "family_to_json", "open_bank"]
+__all__ = ["MergeExtension", "close_bank", "family_from_json", "family_to_json", "open_bank"]
 
 log = logging.getLogger(__name__)
 T = TypeVar("T")
@@ -322,6 +322,16 @@ def open_bank(
             max_recent_bytes=max_recent_bytes,
         )
     return _opened[family]
+
+
+def close_bank(family: str) -> None:
+    """Close the bank that `open_bank` opened in this process for `family`, if it is the latest.
+
+    The process then uses no shared memory of the node for these sources any more. The next call of `open_bank` opens a
+    new bank.
+    """
+    if (bank := _opened.pop(family, None)) is not None:
+        bank.close()
 
 
 def _first_with_room(

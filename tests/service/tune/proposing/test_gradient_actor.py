@@ -124,8 +124,8 @@ def test_gpus_read_pinned_memory_that_engines_share(
     tied_family: Family, monkeypatch: pytest.MonkeyPatch, free: int, already: int, placement: str
 ) -> None:
     """Gradients on GPUs read the sources from shared host memory where there is room, or where engines filled it."""
-    monkeypatch.setattr("workers.merging.node.free_shared_bytes", lambda: free)
-    monkeypatch.setattr("workers.merging.node.shared_bytes", lambda name: already)
+    monkeypatch.setattr("service.tune.proposing.gradient_actor.free_shared_bytes", lambda: free)
+    monkeypatch.setattr("service.tune.proposing.gradient_actor.shared_bytes", lambda name: already)
     monkeypatch.setattr("service.tune.proposing.gradient_actor.free_host_bytes", lambda: free)
     given: dict[str, Any] = {}
     monkeypatch.setattr("workers.training.gradients.CoefficientGradients", lambda *_, **options: given.update(options))
@@ -150,6 +150,7 @@ def test_memory_that_a_killed_engine_left_is_free(
     left.mkdir(parents=True)
     (left / "users").touch()
     monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr("workers.merging.node.free_shared_bytes", lambda: 0 if left.exists() else 10**12)
-    monkeypatch.setattr("service.tune.proposing.gradient_actor.free_host_bytes", lambda: 10**12)
+    actor = "service.tune.proposing.gradient_actor"
+    monkeypatch.setattr(f"{actor}.free_shared_bytes", lambda: 0 if left.exists() else 10**12)
+    monkeypatch.setattr(f"{actor}.free_host_bytes", lambda: 10**12)
     assert _has_room(tied_family)

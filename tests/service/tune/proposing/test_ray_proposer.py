@@ -58,9 +58,11 @@ from tests.search_spaces.spaces.families import models
 from tests.service.tune.harness import FINGERPRINTS, Killed, drive, killer, make_plan, new_study, trial_list
 from tests.vision import image_folder, vit_family
 from workers.errors import EngineUnavailable, InvalidTask
+from workers.merging import node
+from workers.merging.bank import Bank
 from workers.models.family import open_sources
 from workers.serving.fake import FakeScorer
-from workers.types import Family, TaskSpec
+from workers.types import Family, Placement, TaskSpec
 
 NAMES = ("math", "text")
 GRADIENT = GradientOptions(steps=6, batch=4, points=3)
@@ -330,6 +332,28 @@ def test_coefficients_survive_the_actor(
         ray.get(released.run.remote(request), timeout=60.0)
     monkeypatch.setattr(ray_gradients, "MAX_DEATHS", 1)
     assert result() == first
+
+
+def test_released_actor_leaves_no_shared_memory(
+    ray_cluster: None, inputs: GradientInputs, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sources of a gradient actor are gone from shared memory once it is released, although it is killed."""
+    from service.tune.proposing import ray_gradients
+
+    class SharesSources(GradientActor):
+        def __init__(self, inputs: GradientInputs) -> None:
+            super().__init__(inputs)
+            node.SHARED_MEMORY = tmp_path
+            bank = Bank(inputs.family, Placement.HOST, is_shared=True)
+            self._opened = SimpleNamespace(bank=bank)  # type: ignore[assignment]
+
+    monkeypatch.setattr(ray_gradients, "GradientActor", SharesSources)
+    gradients = RayGradients(inputs)
+    gradients._start()
+    ray.get(gradients._start_call)
+    (sources,) = tmp_path.glob("mergesearch-*/*/sources")
+    gradients.release()
+    assert not sources.exists()
 
 
 def test_actor_has_the_planned_device_if_it_is_free(inputs: GradientInputs) -> None:

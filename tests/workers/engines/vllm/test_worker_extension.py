@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,7 +23,11 @@ from tests.builders import opposed_family
 from tests.conftest import OPTIONS
 from tests.workers.delayed_copies import GPU, DelayedCopies
 from tests.workers.recipes import arithmetic, model_stock, slerp
+from workers.cache import CACHE_VARIABLE
 from workers.engines.source_recipes import base_recipe
+from workers.engines.transformers import backend
+from workers.engines.transformers.merged_models import merged_model
+from workers.engines.vllm import canary
 from workers.engines.vllm.checksum import checksum
 from workers.engines.vllm.engine import Engine
 from workers.engines.vllm.plugin import IS_PACKED, PACK
@@ -32,7 +38,7 @@ from workers.merging.bank import Bank
 from workers.merging.materialize import merged_tensors
 from workers.merging.plan import TensorPlan
 from workers.serving.engine_worker import EngineWorker
-from workers.types import Family, Placement, ScoreRequest
+from workers.types import CanaryReport, Family, Placement, ScoreRequest
 
 
 class Extension(MergeExtension):
@@ -183,7 +189,7 @@ def engine_of(extension: Extension, family: Family) -> Engine:
     vllm = SimpleNamespace(has_unfinished_requests=lambda: False)
     engine._llm = SimpleNamespace(collective_rpc=call, llm_engine=vllm, reset_prefix_cache=lambda: True)
     engine.family, engine.prompts, engine.swap_s = family, Prompts(family.base.directory, OPTIONS), []
-    engine.name, engine._fault = "engine", None
+    engine.name, engine._fault, engine.options, engine._new_tokenizer = "engine", None, OPTIONS, None
     engine._state = {"checksum": "", "swaps": 0, "off_device": ""}
     engine._contents = SimpleNamespace(refusal=lambda recipe: None)  # type: ignore[assignment]
     engine.canary = SimpleNamespace(is_due=lambda swap_count: False, num_passed=0)  # type: ignore[assignment]
@@ -352,6 +358,30 @@ def test_cpu_merges_what_a_full_gpu_holds(extension: Extension, tied_family: Fam
     assert gpu.stream.num_delayed == 0
 
 
+def test_canary_on_a_full_gpu_merges_on_the_cpu(
+    extension: Extension,
+    tied_family: Family,
+    gpu: SimpleNamespace,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A comparison with transformers, and the measurement of the base, need no memory of a GPU that is full."""
+    recipe, base = arithmetic(tied_family, 0.3, 0.5), base_recipe(tied_family)
+    own = Bank(tied_family)
+    models = {each.digest: merged_model(each, own, dtype="float32") for each in (recipe, base)}
+    monkeypatch.setenv(CACHE_VARIABLE, str(tmp_path))
+    monkeypatch.setattr(canary, "open_bank", lambda family: extension._mergesearch_bank)
+    full = sys.modules["workers.merging.materialize"].merged_tensors
+    monkeypatch.setattr("workers.engines.transformers.merged_models.merged_tensors", full)
+    made = canary.Canary(tied_family, base=base, replica="a", dtype="float32", vocabulary=104, max_length=64)
+    gpu.is_full = True
+    for number, each in enumerate((base, recipe), 1):
+        logprobs = partial(map, partial(backend.logprobs, models[each.digest]))
+        report = made.make(each, lambda texts, of=logprobs: list(of(texts)), free_bytes=lambda: 1 << 40, swap_count=1)
+        assert (report.canaries, report.skipped) == (number, "")
+    assert gpu.devices == ["cuda", "cpu"] * 2
+
+
 def test_gpu_merges_again_once_it_has_room(extension: Extension, tied_family: Family, gpu: SimpleNamespace) -> None:
     """After a merge on the CPU, the GPU merges again when it has the planned memory; older tensors are still named."""
     first, second = arithmetic(tied_family, 0.3, 0.5), arithmetic(tied_family, 0.4, 0.5)
@@ -504,6 +534,48 @@ def test_sources_go_where_there_is_room_and_the_summary_says_why(
     found = extension.apply(base_recipe(tied_family))["bank"]
     assert found["placement"] == "mapped"
     assert found["reason"] == "there is much room; in GPU memory there was too little left once the engine ran"
+
+
+def test_closed_engine_leaves_no_shared_memory(
+    extension: Extension, own_family: Family, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine that is closed removes its sources from shared memory, although its bank is still referenced."""
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    extension.mergesearch_open(family_to_json(own_family), [Placement.HOST], is_shared=True)
+    engine = engine_of(extension, own_family)
+    engine._llm.llm_engine.engine_core = SimpleNamespace(shutdown=lambda: None)
+    (own,) = tmp_path.glob("mergesearch-*")
+    assert [(each / "sources").exists() for each in own.iterdir()] == [True]
+    engine.close()
+    assert list(own.iterdir()) == []
+    engine.close()
+    assert open_bank(family_to_json(own_family)) is not extension._mergesearch_bank
+
+
+@pytest.mark.parametrize("ranks", [1, 4])
+def test_canary_has_the_threads_of_all_ranks(
+    extension: Extension, tied_family: Family, monkeypatch: pytest.MonkeyPatch, ranks: int
+) -> None:
+    """Canaries compute on the CPU with the threads of all ranks, which wait; later merges have those of one rank."""
+    engine = engine_of(extension, tied_family)
+    engine.options = OPTIONS.model_copy(update={"tensor_parallel_size": ranks})
+    seen: list[int] = []
+
+    def compare(*_: Any, **__: Any) -> CanaryReport:
+        seen.append(torch.get_num_threads())
+        return CanaryReport("engine", 1)
+
+    engine.canary = SimpleNamespace(make=compare, compare=compare)  # type: ignore[assignment]
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(100)))
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    try:
+        engine.swap(arithmetic(tied_family, 0.3, 0.5), check=True)
+        engine.check_against_transformers(arithmetic(tied_family, 0.3, 0.5))
+        assert torch.get_num_threads() == 2
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [2 * ranks] * 2
 
 
 def test_a_swap_plans_its_recipe_once(

@@ -24,6 +24,7 @@ from workers.engines.vllm.memory import (
 from workers.engines.vllm.startup.cpus import cpu_options
 from workers.engines.vllm.startup.gpus import free_gpu_bytes, gpus_of_this_machine
 from workers.evaluation.prompts import Prompts
+from workers.merging.node import free_shared_bytes, remove_leftovers, shared_bytes
 from workers.models.family import ResolvedFamily
 
 __all__ = ["WeightContents"]
@@ -106,7 +107,6 @@ class WeightContents:
         if self.is_cpu:
             return cpu_options(self.prompts, self.config, self.dtype), opening
         from workers.merging.bank import content_name
-        from workers.merging.node import free_shared_bytes, remove_leftovers, shared_bytes
 
         content = content_name(self.sources.family, "cuda")
         remove_leftovers(except_for=content)
