@@ -8,7 +8,7 @@ import re
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -375,9 +375,12 @@ def test_canary_on_a_full_gpu_merges_on_the_cpu(
     monkeypatch.setattr("workers.engines.transformers.merged_models.merged_tensors", full)
     made = canary.Canary(tied_family, base=base, replica="a", dtype="float32", vocabulary=104, max_length=64)
     gpu.is_full = True
+
+    def read(model: Any, texts: Sequence[Sequence[int]]) -> list[Any]:
+        return [backend.logprobs(model, text) for text in texts]
+
     for number, each in enumerate((base, recipe), 1):
-        logprobs = partial(map, partial(backend.logprobs, models[each.digest]))
-        report = made.make(each, lambda texts, of=logprobs: list(of(texts)), free_bytes=lambda: 1 << 40, swap_count=1)
+        report = made.make(each, partial(read, models[each.digest]), free_bytes=lambda: 1 << 40, swap_count=1)
         assert (report.canaries, report.skipped) == (number, "")
     assert gpu.devices == ["cuda", "cpu"] * 2
 
