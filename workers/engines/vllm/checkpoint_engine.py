@@ -85,6 +85,9 @@ class CheckpointEngine(Engine):
             **memory,
         )
 
+    def _close_bank(self) -> None:
+        """Do nothing: the engine has no source models."""
+
     def _call(self, method: str, *args: Any, **kwargs: Any) -> Any:
         """Answer a call of the method `mergesearch_bad_rows` with [0, 0], no rows of logits with NaN or infinity.
 
