@@ -80,6 +80,7 @@ class Variant:
         return f"{self.kind}, {changed}" if changed else self.kind
 
 
+LABELS = {"adamw": "AdamW", "sgd": "SGD", "sam": "SAM", "asam": "ASAM", "mergopt": "MergOPT"}
 BASELINE = "adamw"
 VARIANTS = (
     *map(Variant, (BASELINE, "sgd", "sam", "asam", OURS)),
@@ -140,7 +141,8 @@ def table(result: Mapping[str, Any]) -> str:
     ]
     for row, pair in zip(result["rows"], result["pairs"]["rows"], strict=True):
         cells = (row["own"], *row["methods"].values(), row["mean"], pair["mean"])
-        lines.append(f"| {row['optimizer']} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
+        label = re.sub(r"\w+", lambda word: LABELS.get(word[0], word[0]), row["optimizer"])
+        lines.append(f"| {label} | {' | '.join(f'{cell:.3f}' for cell in cells)} |")
     return "\n".join(lines)
 
 
