@@ -307,8 +307,8 @@ def test_a_later_engine_uses_the_shared_copy(already: int, placement: str, monke
     monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 8)
     monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB - already)
     monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
-    monkeypatch.setattr(node, "shared_bytes", {"sources on cuda": already}.get)
-    monkeypatch.setattr(node, "free_shared_bytes", lambda: 10 * GB)
+    monkeypatch.setattr(contents, "shared_bytes", {"sources on cuda": already}.get)
+    monkeypatch.setattr(contents, "free_shared_bytes", lambda: 10 * GB)
     assert engine.options_by_device()[1]["placements"][0] == placement
 
 
@@ -330,7 +330,7 @@ def test_memory_that_a_killed_engine_left_is_free(
     monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB)
     monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
     monkeypatch.setattr(node, "SHARED_MEMORY", tmp_path)
-    monkeypatch.setattr(node, "free_shared_bytes", lambda: 10 * GB if left.exists() else 80 * GB)
+    monkeypatch.setattr(contents, "free_shared_bytes", lambda: 10 * GB if left.exists() else 80 * GB)
     assert engine.options_by_device()[1]["placements"][0] == placement
 
 
