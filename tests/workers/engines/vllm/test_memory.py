@@ -282,8 +282,8 @@ def test_an_engine_beside_gradients_measures_nothing(monkeypatch: pytest.MonkeyP
     monkeypatch.setattr(contents, "gpus_of_this_machine", lambda: 1)
     monkeypatch.setattr(contents, "free_host_bytes", lambda: 140 * GB)
     monkeypatch.setattr(bank, "content_name", lambda family, device: f"sources on {device}")
-    monkeypatch.setattr(node, "shared_bytes", lambda name: 0)
-    monkeypatch.setattr(node, "free_shared_bytes", lambda: 100 * GB)
+    monkeypatch.setattr(contents, "shared_bytes", lambda name: 0)
+    monkeypatch.setattr(contents, "free_shared_bytes", lambda: 100 * GB)
     engine.options = EngineOptions()
     alone, _ = engine.options_by_device()
     assert "kv_cache_memory_bytes" not in alone
