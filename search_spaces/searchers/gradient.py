@@ -7,6 +7,7 @@ from search_spaces.searchers.base import Feature, SearcherDeclaration
 
 SEARCHER = SearcherDeclaration(
     learns=True,
+    version=2,
     reference="Kingma and Ba, Adam, ICLR 2015; of coefficients: Yang et al., AdaMerging, ICLR 2024",
     handles=frozenset({Feature.OBJECTIVES, Feature.CONSTRAINTS, Feature.PENDING}),
     computes_steps=True,

@@ -48,6 +48,7 @@ class AskAndTell:
     - `num_charged`: the number of samples that the searcher's stored computations, such as gradients, take from the
       study's limit of samples
     - `num_steps`: the number of stored gradient steps and policy updates
+    - `told_reason`: the last stored reason why the search ended; None if it has not ended before
 
     From the brackets and the stored trials, the constructor computes again all decisions on which trials are promoted.
     If a crash prevented an earlier driver from storing a decision, the constructor stores it.
@@ -67,8 +68,10 @@ class AskAndTell:
         is_out_of_budget: Callable[[], str | None],
         num_charged: int,
         num_steps: int,
+        told_reason: str | None = None,
     ) -> None:
         self.end_reason: str | None = None
+        self._told_reason = told_reason
         self._stop_reason: str | None = None
         self._plan = plan
         self._space = space
@@ -315,7 +318,9 @@ class AskAndTell:
 
     def _end(self, reason: str) -> None:
         self.end_reason = reason
-        self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
+        if reason != self._told_reason:  # a study that continues may end for the same reason again
+            self._writer.add_event(EventKind.SEARCH_ENDED, {"reason": reason})
+            self._told_reason = reason
         for bracket in self.table.end_search():
             self._writer.resize_bracket(bracket, self.table.size(bracket))
             self._apply(self.table.decide(bracket))

@@ -97,6 +97,7 @@ class Coordinator:
             is_out_of_budget=is_out_of_budget,
             num_charged=store.num_charged(plan.study_id),
             num_steps=sum(isinstance(step, (GradientStep, UpdateStep)) for step in store.steps(plan.study_id)),
+            told_reason=_told_reason(store, plan.study_id),
         )
         self._refinement = RefinementStage(
             plan,
@@ -431,3 +432,9 @@ class Coordinator:
             self._benchmarks.fail(evaluation.trial, evaluation.rung, reason)
         else:
             self._ask_and_tell.fail(evaluation.trial, reason)
+
+
+def _told_reason(store: Store, study_id: str) -> str | None:
+    """The last stored reason why the study's search ended; None if it has not ended yet."""
+    ends = store.events(study_id, limit=1, kinds=[EventKind.SEARCH_ENDED], newest_first=True)
+    return str(ends[0].payload["reason"]) if ends else None

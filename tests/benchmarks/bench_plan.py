@@ -165,7 +165,12 @@ def compared(name: str, directory: Path, found: dict[str, Any], repeat: int) -> 
     sources = resolve_family(directory / "base", {path.name: path for path in sorted(directory.glob("e[0-9]"))})
     mean = {key: sum(each[key] for each in found["speeds"]) / len(found["speeds"]) for key in found["speeds"][0]}
     machine = MachineProfile(
-        name="measured", cores=2, host_bytes=1 << 34, core_flops=mean["flops"], core_bandwidth=mean["bandwidth"]
+        name="measured",
+        cores=2,
+        host_bytes=1 << 34,
+        core_flops=mean["flops"],
+        core_bandwidth=mean["bandwidth"],
+        core_loops=mean["loops"],
     )
     facts = facts_of(sources)
     speeds = engine_speeds(facts, machine, config=sources.base.config, dtype="float32")

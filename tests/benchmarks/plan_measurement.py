@@ -30,11 +30,12 @@ def timed(call: Callable[[], Any]) -> tuple[Any, float, float]:
 
 
 def task_of(directory: Path) -> Any:
+    """A task whose prompts differ from the first word on, so that vLLM's prefix cache has none of them."""
     from workers.types import TaskSpec
 
     words = "the sum of two numbers is asked for here and the answer is a number".split()  # noqa: SIM905
     rows = [
-        {"prompt": " ".join(words[i % 7 :] * 4) + f" {100 + i} and {7 * i} make ", "answer": f"{100 + 8 * i} in all"}
+        {"prompt": f"{100 + i} and {7 * i}: {' '.join(words[i % 7 :] * 4)} ", "answer": f"{100 + 8 * i} in all"}
         for i in range(max(SIZES))
     ]
     file = directory / "sums.jsonl"

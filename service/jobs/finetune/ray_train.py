@@ -179,8 +179,8 @@ def train_here(
     All processes that train the expert together call this function. `is_writer` is True in exactly one of these
     processes, the writer. The writer first waits until the workers of an earlier driver have ended. At the end, the
     writer writes the summary to `directory`. `report` is called with the step and the metrics, such as the loss, of
-    each update and each evaluation. `device` is the torch device; None lets the training choose. `access` limits the
-    files that evaluation tasks may read; None is no limit.
+    each update and each evaluation. `device` is the torch device; None is the CPU. `access` limits the files that
+    evaluation tasks may read; None is no limit.
 
     A process whose training fails for good writes the reason itself, also if it is not the writer: the failure may be
     in this process only. If there are other processes, it also raises the error, so that Ray Train ends them; the
@@ -194,7 +194,7 @@ def train_here(
         return
     with _alone(directory) if is_writer else nullcontext():
         try:
-            facts = train(spec, directory, report=report, device=device, access=access)
+            facts = train(spec, directory, report=report, device=device or torch.device("cpu"), access=access)
         except (InvalidModel, InvalidTask, TrainingFailed, torch.OutOfMemoryError) as error:
             is_out_of_memory = isinstance(error, torch.OutOfMemoryError)
             _write_failure(directory, TrainingFailed(_out_of_memory(spec, error)) if is_out_of_memory else error)

@@ -1,13 +1,14 @@
 """Speeds and memory of this machine, or of the machines of a cluster.
 
-Speeds of a CPU are measured in about a second. Speeds of GPUs are those of data sheets, because an engine may use the
-GPU. Only a GPU without a data sheet is measured, and only while nothing else uses it.
+Speeds of a CPU are measured in one to two seconds. Speeds of GPUs are those of data sheets, because an engine may use
+the GPU. Only a GPU without a data sheet is measured, and only while nothing else uses it.
 """
 
 from __future__ import annotations
 
 import json
 import os
+import statistics
 import subprocess
 import sys
 import time
@@ -25,21 +26,25 @@ from workers.engines.vllm.startup.gpus import MOSTLY_FREE
 
 __all__ = ["measured_speeds", "profile_for", "speeds_of_idle_gpu", "this_machine"]
 
-MEASURED_S = 0.4  # seconds for each of the two speeds
+MEASURED_S = 0.4  # seconds for each of the speeds
 COPIED = 1 << 25  # elements of float32: larger than caches of processors
+LOOPS = 100_000  # iterations of Python's loop in one repetition
 
 
 def measured_speeds(threads: int, *, device: Literal["cuda", "cpu"]) -> dict[str, float]:
-    """Measure the speeds of matrix products and copies on `device`, with `threads` threads on a CPU.
+    """Measure the speeds of matrix products, of copies and of Python on `device`, with `threads` threads on a CPU.
 
     The result contains `flops` (operations per second, in bfloat16 on a GPU, else in float32) and `bandwidth` (bytes
-    per second, read and written together). Each speed is measured repeatedly for MEASURED_S seconds, and the fastest
-    repetition counts, because other work slows some repetitions down.
+    per second, read and written together), and on a CPU also `loops` (iterations per second of a short loop in Python).
+    Each speed is measured repeatedly for MEASURED_S seconds. On a CPU, the mean of all repetitions counts, because a
+    virtual machine may never have a processor for itself, but time that other processes of this machine take is left
+    out. On a GPU the fastest repetition counts.
     """
     import torch
 
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
     size = 4096 if device == "cuda" else 512
+    seconds = _fastest if device == "cuda" else _mean_alone
     before = torch.get_num_threads()
     torch.set_num_threads(threads)
     try:
@@ -54,25 +59,48 @@ def measured_speeds(threads: int, *, device: Literal["cuda", "cpu"]) -> dict[str
             target.copy_(source)
             float(target[0])
 
-        return {"flops": 2 * size**3 / _fastest(product), "bandwidth": 8 * COPIED / _fastest(copy)}
+        speeds = {"flops": 2 * size**3 / seconds(product), "bandwidth": 8 * COPIED / seconds(copy)}
+        return speeds if device == "cuda" else speeds | {"loops": LOOPS / seconds(_loop)}
     finally:
         torch.set_num_threads(before)
 
 
-def _fastest(call: Callable[[], None]) -> float:
+def _loop() -> int:
+    total = 0
+    for number in range(LOOPS):
+        total += number
+    return total
+
+
+def _fastest(call: Callable[[], object]) -> float:
     """Call `call` repeatedly for MEASURED_S seconds, and return how many seconds the fastest call took.
 
     A first call, which may be slower, is not measured.
     """
+    return min(elapsed for elapsed, _ in _repeated(call))
+
+
+def _mean_alone(call: Callable[[], object]) -> float:
+    """Call `call` repeatedly for MEASURED_S seconds, and return the mean CPU seconds of this thread in a call.
+
+    If `call` has several threads, this thread does an equal share of the work. A first call, which may be slower, is
+    not measured.
+    """
+    return statistics.mean(cpu for _, cpu in _repeated(call))
+
+
+def _repeated(call: Callable[[], object]) -> list[tuple[float, float]]:
+    """Elapsed seconds, and CPU seconds of this thread, of each call in MEASURED_S seconds."""
     call()
-    best, until = float("inf"), time.perf_counter() + MEASURED_S
+    found: list[tuple[float, float]] = []
+    until = time.perf_counter() + MEASURED_S
     while True:
-        started = time.perf_counter()
+        started, cpu = time.perf_counter(), time.thread_time()
         call()
         ended = time.perf_counter()
-        best = min(best, ended - started)
+        found.append((ended - started, time.thread_time() - cpu))
         if ended >= until:
-            return best
+            return found
 
 
 def profile_for(machines: Sequence[EngineMachines]) -> MachineProfile:
@@ -140,6 +168,7 @@ def this_machine() -> MachineProfile:
             core_flops=speeds["flops"] / threads,
             core_bandwidth=speeds["bandwidth"] / threads,
             host_bandwidth=speeds["bandwidth"] * cores / threads,
+            core_loops=speeds["loops"],
             source="measured here",
         )
     properties, gpus = torch.cuda.get_device_properties(0), torch.cuda.device_count()

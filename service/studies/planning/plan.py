@@ -209,7 +209,7 @@ def engine_speeds(
         device = Device(products * ranks, profile.gpu_bandwidth * ranks, reading, GPU)
     else:
         copied = profile.copied_per_s(threads)
-        device = Device(profile.host_flops(threads), copied, copied, CPU)
+        device = Device(profile.host_flops(threads), copied, copied, CPU.on_core(profile.core_loops))
     return Speeds(
         facts=facts,
         device=device,

@@ -9,6 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from service.engine_machines import EngineMachines
+from service.studies.planning.roofline import PYTHON_LOOPS
 
 __all__ = ["KINDS", "PRODUCTS", "MachineProfile"]
 
@@ -30,6 +31,7 @@ class MachineProfile:
         mapped_bandwidth: Bytes per second from memory-mapped files to a GPU.
         cores: Cores of the CPU.
         core_flops: Operations per second of one core for matrix products in float32.
+        core_loops: Iterations per second of a short loop in Python on one core.
         host_bytes: Host memory.
         core_bandwidth: Bytes per second that one core copies, read and written together.
         host_bandwidth: Bytes per second that all cores copy together, read and written together.
@@ -50,8 +52,9 @@ class MachineProfile:
     gpu_bandwidth: float = 0.0
     link_bandwidth: float = 0.0
     mapped_bandwidth: float = 0.0
-    core_flops: float = 1.05e11
-    core_bandwidth: float = 12e9
+    core_flops: float = 9.4e10
+    core_loops: float = PYTHON_LOOPS
+    core_bandwidth: float = 21e9
     host_bandwidth: float = 200e9
     disk_bandwidth: float = 2e9
     network_bandwidth: float = 250e6
@@ -73,9 +76,9 @@ class MachineProfile:
 
 
 # One GPU of each kind, with its share of a machine: 2 TB, 112 cores and 8 GPUs in NVIDIA's DGX H100, H200 and A100
-# (half of the memory with 40 GB a GPU); for others 96 GB and 12 cores a GPU. A core does 1.05e11 operations a second on
-# the machine of docs/measurements.md. The speeds of mapped files and of pinned memory were measured on an H100 there
-# (8.4 and 51.8 GB/s); those of PCIe 4 are half.
+# (half of the memory with 40 GB a GPU); for others 96 GB and 12 cores a GPU. A core has the speeds of the machine to
+# which the constants of plans were fitted (docs/how-to/plan.md). The speeds of mapped files and of pinned memory were
+# measured on an H100 (docs/measurements.md: 8.4 and 51.8 GB/s); those of PCIe 4 are half.
 H100 = MachineProfile(
     name="h100",
     cores=14,
@@ -147,7 +150,7 @@ KINDS: dict[str, MachineProfile] = {
         source="NVIDIA Ada GPU architecture whitepaper (GeForce RTX 4090)",
     ),
     "cpu": MachineProfile(
-        name="cpu", cores=1, host_bytes=4 * GIB, source="a core as in docs/measurements.md, and 4 GiB for each"
+        name="cpu", cores=1, host_bytes=4 * GIB, source="a core as in docs/how-to/plan.md, and 4 GiB for each"
     ),
 }
 # The name that the driver gives a GPU of each kind; GPUs of other names, such as H100s for PCIe, have other speeds. A

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 from dataclasses import dataclass, replace
+from functools import partial
 
 from service.studies.planning.facts import ModelFacts
 from workers.engines.canaries import CANARY_TOKENS, NUM_PROMPTS
@@ -21,6 +22,7 @@ __all__ = [
     "CPU",
     "GPU",
     "PATHS_ON_GPU",
+    "PYTHON_LOOPS",
     "SORTED_PER_S",
     "TRANSFORMERS_ON_GPU",
     "Calibration",
@@ -37,7 +39,8 @@ class Calibration:
     """Shares of a device's speeds that programs reach, and fixed seconds of passes, samples, starts and other steps.
 
     Attributes:
-        products: Share of the speed of matrix products that passes over many tokens reach.
+        products: Share of the speed of matrix products that an engine's passes over many tokens reach.
+        transformers_products: Share of the speed of matrix products that passes of transformers reach.
         decoding: Share of the bandwidth at which weights and KV cache are read for each generated token.
         layer_s: Seconds for each layer in each pass, for launches and dispatch.
         pass_s: Seconds for each pass, for the scheduler and sampling.
@@ -59,6 +62,7 @@ class Calibration:
     """
 
     products: float
+    transformers_products: float
     decoding: float
     layer_s: float
     pass_s: float
@@ -76,32 +80,46 @@ class Calibration:
     verify_s: float
     verify_reads: float
 
+    def on_core(self, loops: float) -> Calibration:
+        """The same on a core that runs `loops` iterations per second of a short loop in Python.
 
-# `canary_reads` was fitted to canaries of 250M and 415M parameters in bfloat16 on one thread. A start and its first
-# canary together have the seconds that were fitted for a start with it.
+        Fixed seconds are those of programs in Python, so they scale with this speed.
+        """
+        slower = PYTHON_LOOPS / loops
+        return replace(self, **{name: getattr(self, name) * slower for name in FIXED})
+
+
+# Fixed seconds of programs in Python.
+FIXED = ("layer_s", "pass_s", "sample_s", "evaluation_s", "tensor_s", "start_s", "step_s", "verify_s")
+# Iterations per second of a short loop in Python on the core to which the fixed seconds of `CPU` were fitted.
+PYTHON_LOOPS = 3.3e7
+
+# Fitted to the first runs of two families of docs/how-to/plan.md. A start does not include its first canary.
 CPU = Calibration(
-    products=0.55,
+    products=0.85,
+    transformers_products=0.5,
     decoding=0.6,
-    layer_s=1.5e-4,
-    pass_s=2e-3,
-    sample_s=1e-3,
-    evaluation_s=0.1,
+    layer_s=6.5e-5,
+    pass_s=9e-4,
+    sample_s=4.5e-4,
+    evaluation_s=0.045,
     merging=0.4,
-    tensor_s=8e-4,
-    packing=7.0,
-    start_s=21.0,
-    start_reads=15.0,
-    start_tokens=1100.0,
-    canary_reads=15.0,
-    step_products=0.7,
-    step_s=0.15,
-    verify_s=0.3,
-    verify_reads=10.0,
+    tensor_s=3.5e-4,
+    packing=8.5,
+    start_s=7.2,
+    start_reads=8.0,
+    start_tokens=300.0,
+    canary_reads=45.0,
+    step_products=0.8,
+    step_s=0.065,
+    verify_s=0.2,
+    verify_reads=20.0,
 )
 # Assumptions: products and bandwidth as published rooflines of vLLM; merging as measured on an H100 with sources in the
 # GPU's memory (docs/measurements.md); the start with compilation and captured graphs.
 GPU = Calibration(
     products=0.5,
+    transformers_products=0.5,
     decoding=0.7,
     layer_s=5e-6,
     pass_s=3e-3,
@@ -187,15 +205,18 @@ class Speeds:
     def model_bytes(self) -> int:
         return self.facts.parameters * self.value_bytes
 
-    def pass_s(self, tokens: float, *, context: float, logits: float, read_bytes: float) -> float:
+    def pass_s(
+        self, tokens: float, *, context: float, logits: float, read_bytes: float, in_transformers: bool = False
+    ) -> float:
         """Seconds of one forward pass over `tokens` tokens, whose mean context is `context` tokens.
 
         Logits are computed for `logits` of the tokens. `read_bytes` are the bytes of weights and KV cache that the pass
-        reads.
+        reads. `in_transformers` says that transformers computes the pass, and not an engine.
         """
         facts, device, own = self.facts, self.device, self.device.calibration
+        share = own.transformers_products if in_transformers else own.products
         operations = tokens * (2 * facts.multiplied + facts.attention * context) + 2 * logits * facts.head
-        arithmetic = operations / (device.products * own.products)
+        arithmetic = operations / (device.products * share)
         memory = read_bytes / (device.bandwidth * own.decoding)
         return max(arithmetic, memory) + facts.layers * own.layer_s + own.pass_s
 
@@ -267,7 +288,9 @@ class Speeds:
         """
         full = self.facts.parameters * 4
         building = self.device.calibration.canary_reads * full / self.device.bandwidth
-        reading = self.pass_s(CANARY_TOKENS, context=CANARY_TOKENS / 2, logits=CANARY_TOKENS, read_bytes=full)
+        reading = self.pass_s(
+            CANARY_TOKENS, context=CANARY_TOKENS / 2, logits=CANARY_TOKENS, read_bytes=full, in_transformers=True
+        )
         return self.merge_s + building + NUM_PROMPTS * reading
 
     def step_s(self, work: Work, *, recomputes: bool, num_passes: int = 1) -> float:
@@ -301,14 +324,15 @@ class Speeds:
         full = facts.parameters * 4
         batches = math.ceil(work.samples / together)
         texts = work.samples / max(1, batches)
-        reading = passes.pass_s(texts * tokens.read, context=tokens.read / 2, logits=texts, read_bytes=full)
+        pass_s = partial(passes.pass_s, in_transformers=True)
+        reading = pass_s(texts * tokens.read, context=tokens.read / 2, logits=texts, read_bytes=full)
         context = tokens.read + tokens.answered / 2
         # Keys and values are copied for each token, as the cache grows, then repeated for each query head, and read.
         repeated = 2 * facts.attention
         cached = texts * context * (3 * passes.kv_bytes + 2 * repeated)
-        step = passes.pass_s(texts, context=context, logits=texts, read_bytes=full + cached)
+        step = pass_s(texts, context=context, logits=texts, read_bytes=full + cached)
         whole = tokens.read + tokens.answered
-        again = passes.pass_s(whole, context=whole / 2, logits=whole, read_bytes=full)
+        again = pass_s(whole, context=whole / 2, logits=whole, read_bytes=full)
         scored = batches * (reading + max(0.0, tokens.answered - 1) * step) + compared * again
         written = own.verify_reads * full / self.device.bandwidth + 2 * self.model_bytes / self.disk_bandwidth
         return passes.device.calibration.verify_s + self.swap_s + self.merge_s + written + scored

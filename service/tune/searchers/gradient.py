@@ -20,7 +20,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 from statistics import fmean
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 
@@ -34,7 +34,10 @@ from service.tune.searchers.loss_comparison import NOT_USED, compare, mean_loss,
 from service.tune.searchers.midpoints import midpoint
 from service.tune.searchers.smac import SEARCHER as WITHOUT_GRADIENTS
 
-__all__ = ["SEARCHER", "GradientSearcher"]
+__all__ = ["OTHERS", "SEARCHER", "GradientSearcher"]
+
+# Versions of the searchers that propose trials beside the descents, by the version of this searcher in a study.
+OTHERS = {1: {"smac": 1, "es": 1}, 2: {"smac": 4, "es": 2}}
 
 
 class GradientSearcher:
@@ -52,7 +55,7 @@ class GradientSearcher:
         if not decisions:
             return compare(context)
         if decisions[0] == NOT_USED:
-            return WITHOUT_GRADIENTS.advance(context)
+            return WITHOUT_GRADIENTS.advance(_for(context, "smac"))
         place = place_of(context.number - setting.num_baselines, _descents(setting))
         if place is not None:
             found = self._descend(context, *place)
@@ -60,7 +63,7 @@ class GradientSearcher:
                 return found
         elif setting.preferences and (between := midpoint(context)) is not None:
             return between
-        return LOCAL_SEARCH.advance(replace(context, observations=_with_one_cost(context)))
+        return LOCAL_SEARCH.advance(_for(replace(context, observations=_with_one_cost(context)), "es"))
 
     def _descend(self, context: ProposalContext, number: int, point: int) -> GradientRequest | dict[str, Any] | None:
         """The configuration at a point of a gradient descent: the point with index `point` of the descent `number`.
@@ -118,6 +121,12 @@ class GradientSearcher:
 
 
 SEARCHER = GradientSearcher()
+
+
+def _for(context: ProposalContext, searcher: Literal["smac", "es"]) -> ProposalContext:
+    """The same context for another searcher, whose version is that of the study's version of this one."""
+    versions = OTHERS[max(OTHERS) if context.setting.version is None else context.setting.version]
+    return replace(context, setting=replace(context.setting, version=versions[searcher]))
 
 
 def _descents(setting: SearchSetting) -> tuple[Descent, ...]:

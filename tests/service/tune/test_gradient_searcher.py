@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from search_spaces.parameters import Float, Parameters
+from search_spaces.searchers import SEARCHERS as DECLARED
 from search_spaces.study.search import GradientOptions, Search
 from service.store.steps import (
     CompletionsRequest,
@@ -29,7 +30,7 @@ from service.store.steps import (
     step_document,
     step_of,
 )
-from service.tune.searchers import get_searcher
+from service.tune.searchers import get_searcher, gradient
 from service.tune.searchers.base import Observation, ProposalContext, SearchSetting
 from service.tune.searchers.loss_comparison import most_compared_samples, rank_correlation
 
@@ -258,6 +259,28 @@ def test_smac_replaces_misleading_losses() -> None:
     assert found == smac.advance(ProposalContext(PARAMETERS, number=NUM_BASELINES, seed=0, observations=known))
     assert propose(NUM_BASELINES + 1, steps, known=known) != found
     assert len(steps) == 7, "it is decided once"
+
+
+@pytest.mark.parametrize(("version", "expected"), [(1, 1), (2, 4), (None, 4)])
+def test_smac_has_the_version_of_new_studies(
+    version: int | None, expected: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A study that was created with version 1 of this searcher keeps the first version of SMAC."""
+    asked: list[int | None] = []
+
+    class Asked:
+        def advance(self, context: ProposalContext) -> dict[str, Any]:
+            asked.append(context.setting.version)
+            return {}
+
+    monkeypatch.setattr(gradient, "WITHOUT_GRADIENTS", Asked())
+    propose(NUM_BASELINES, [], known=baselines(sign=-1.0), setting=replace(SETTING, version=version))
+    assert asked == [expected]
+
+
+def test_other_searchers_are_the_newest_in_new_studies() -> None:
+    newest = gradient.OTHERS[DECLARED["gradient"].version]
+    assert newest == {name: DECLARED[name].version for name in ("smac", "es")}
 
 
 def test_few_recipes_allow_the_descent() -> None:

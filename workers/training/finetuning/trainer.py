@@ -57,6 +57,7 @@ from workers.types import TaskSpec
 __all__ = ["check", "check_data", "check_evaluation", "learning_rate_at", "noise_seed", "train"]
 
 SEEDS = 1_000_003
+CPU = torch.device("cpu")
 
 # With MergOPT, the loss at the weights is measured at the first of so many updates, and at the last one.
 WEIGHTS_EVERY = 10
@@ -68,19 +69,19 @@ def train(
     out: Path,
     *,
     report: Report = lambda _: None,
-    device: torch.device | None = None,
+    device: torch.device = CPU,
     access: FileAccess | None = None,
 ) -> dict[str, Any]:
     """Train an expert according to `spec` in the directory `out`, or continue its training from a checkpoint.
 
     No other training may use `out`. If there is a process group, the function runs on each of its ranks. Each rank
     calls `report` with the metrics of every update, such as the loss, and with the values of every evaluation; the
-    module `history` describes these lines. `device` is this rank's device; by default it is a GPU if the machine has
-    one. `access` limits the files that training data and evaluation tasks may name, or is None for no limit. Returns
-    facts about the training, such as the number of steps, the last loss, and the values of the last evaluation. Raises
-    InvalidModel if the base model cannot be used, InvalidTask if the data or an evaluation task cannot be used, or if
-    an input of the training has changed since its checkpoint, and TrainingFailed if a loss or a gradient is NaN or
-    infinite.
+    module `history` describes these lines. `device` is this rank's device, by default the CPU, because GPUs are visible
+    even to a process that has reserved none. `access` limits the files that training data and evaluation tasks may
+    name, or is None for no limit. Returns facts about the training, such as the number of steps, the last loss, and the
+    values of the last evaluation. Raises InvalidModel if the base model cannot be used, InvalidTask if the data or an
+    evaluation task cannot be used, or if an input of the training has changed since its checkpoint, and TrainingFailed
+    if a loss or a gradient is NaN or infinite.
     """
     ranks = _Ranks.here(device)
     base = locate(spec.base)
@@ -356,8 +357,7 @@ class _Ranks:
     device: torch.device
 
     @classmethod
-    def here(cls, device: torch.device | None) -> _Ranks:
-        device = device or torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    def here(cls, device: torch.device) -> _Ranks:
         if dist.is_available() and dist.is_initialized():
             return cls(dist.get_rank(), dist.get_world_size(), device)
         return cls(0, 1, device)

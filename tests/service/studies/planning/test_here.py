@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import subprocess
+import time
 from collections.abc import Iterator
 from types import SimpleNamespace
 from typing import Any
@@ -17,6 +18,7 @@ from service.studies.planning.profiles import KINDS, PRODUCTS
 
 GB = 10**9
 SPEEDS = {"flops": 7e13, "bandwidth": 9e11}
+LOOPS = 3e7
 
 
 @pytest.fixture(autouse=True)
@@ -26,7 +28,7 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
 
     def measure(threads: int, *, device: str) -> dict[str, float]:
         devices.append(device)
-        return SPEEDS
+        return SPEEDS if device == "cuda" else SPEEDS | {"loops": LOOPS}
 
     monkeypatch.setattr(here, "measured_speeds", measure)
     this_machine.cache_clear()
@@ -96,3 +98,18 @@ def test_a_cpu_is_measured(monkeypatch: pytest.MonkeyPatch, measured: list[str])
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     found = this_machine()
     assert (found.name, found.gpus, measured) == ("here", 0, ["cpu"])
+    assert found.core_loops == LOOPS
+
+
+def test_time_of_other_processes_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The mean of CPU seconds counts on a CPU: it includes slow repetitions, but no waiting for other processes."""
+    monkeypatch.setattr(here, "MEASURED_S", 0.2)
+    waits = iter([0.0] * 2 + [0.05] * 100)
+    assert here._mean_alone(lambda: time.sleep(next(waits))) < 0.005
+    numbers = iter([1, 1, 3] * 1000)  # in hundreds of thousands
+
+    def work() -> None:
+        for _ in range(100_000 * next(numbers)):
+            pass
+
+    assert here._mean_alone(work) > 1.2 * here._fastest(work)

@@ -292,7 +292,7 @@ def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
     """The plan says with how many engines a GPU would compute what takes the CPU long: gradients and verification."""
     name = "Llama-3-8B, 3 full experts"
     assert planned(name).machine.advice == ()
-    (gradients,) = planned(name, engine={"replicas": 4, "tensor_parallel_size": 2}).machine.advice
+    gradients, _ = planned(name, engine={"replicas": 4, "tensor_parallel_size": 2}).machine.advice
     (verification,) = planned(name, engine={"replicas": 8}).machine.advice
     said = r"{} .* hours on the CPU, because engines use every GPU: use engine\.replicas: {}"
     assert re.fullmatch(said.format("gradients take", 3) + r", or search\.algorithm: smac", gradients)

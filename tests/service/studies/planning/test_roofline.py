@@ -7,12 +7,22 @@ from dataclasses import replace
 import pytest
 
 from service.studies.planning.facts import ModelFacts
-from service.studies.planning.roofline import Calibration, Device, SampleTokens, Speeds, Work, statistics_s
+from service.studies.planning.roofline import (
+    CPU,
+    PYTHON_LOOPS,
+    Calibration,
+    Device,
+    SampleTokens,
+    Speeds,
+    Work,
+    statistics_s,
+)
 from workers.engines.canaries import CANARY_TOKENS, NUM_PROMPTS
 
 # Every share is whole and every fixed cost is 0 but where a case sets it.
 BARE = Calibration(
     products=1.0,
+    transformers_products=1.0,
     decoding=1.0,
     layer_s=0.0,
     pass_s=0.0,
@@ -57,6 +67,15 @@ def test_fixed_costs_by_hand() -> None:
     """Each pass costs its layers, each sample its own share, each evaluation once."""
     found = speeds(products=1e18, bandwidth=1e18, layer_s=1.0, pass_s=10.0, sample_s=100.0, evaluation_s=1e4)
     assert found.evaluation_s(Work(10, SampleTokens(5, 3))) == pytest.approx(1e4 + 10 * 100 + 3 * (2 * 1.0 + 10))
+
+
+def test_fixed_costs_follow_the_speed_of_python() -> None:
+    """On a core on which Python is half as fast, programs take twice as long; shares of other speeds stay."""
+    calibration = CPU.on_core(PYTHON_LOOPS / 2)
+    assert CPU.on_core(PYTHON_LOOPS) == CPU
+    assert (calibration.start_s, calibration.evaluation_s) == (2 * CPU.start_s, 2 * CPU.evaluation_s)
+    assert (calibration.layer_s, calibration.tensor_s) == (2 * CPU.layer_s, 2 * CPU.tensor_s)
+    assert (calibration.decoding, calibration.packing) == (CPU.decoding, CPU.packing)
 
 
 def test_swap_and_start_by_hand() -> None:

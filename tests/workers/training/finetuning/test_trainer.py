@@ -19,7 +19,7 @@ from tests.layouts import layout_family
 from tests.vision import image_folder, tiny_vit
 from workers.errors import InvalidModel, InvalidTask, TrainingFailed
 from workers.models.checkpoints import open_checkpoint, read_expert
-from workers.training.finetuning import checkpoints
+from workers.training.finetuning import checkpoints, trainer
 from workers.training.finetuning.evaluation import Evaluator
 from workers.training.finetuning.history import CHECKPOINTS, EXPERT, METRICS, read_history
 from workers.training.finetuning.methods import make_optimizer
@@ -591,6 +591,18 @@ def test_contradictions_are_refused(place: Path, changes: dict[str, Any], messag
     with pytest.raises(InvalidStudy) as refused:
         spec_of(place, **changes)
     assert message in str(refused.value)
+
+
+def test_no_gpu_is_used_that_was_not_given(place: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """GPUs are visible also to processes that have reserved none."""
+
+    def load(spec: FinetuneSpec, base: Path, device: torch.device, **_: Any) -> None:
+        raise InvalidModel(f"loaded on {device}")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(trainer, "load_model", load)
+    with pytest.raises(InvalidModel, match="loaded on cpu"):
+        run(place, tmp_path / "out")
 
 
 def test_the_largest_seed_is_one(place: Path, tmp_path: Path) -> None:
