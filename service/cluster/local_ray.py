@@ -31,7 +31,7 @@ from service.disk import LOCK_FILE
 from workers.merging.node import remove_leftovers
 from workers.telemetry import logs
 
-__all__ = ["HOST_FILE", "HostRecord", "read_host", "stop_processes"]
+__all__ = ["HOST_FILE", "HostRecord", "end_children", "read_host", "stop_processes"]
 
 HOST_FILE = "ray.json"
 ORPHANED_AFTER_S = 600.0
@@ -184,15 +184,20 @@ def main() -> int:
     vital = [child for child in me.children(recursive=True) if _is_vital(child)]
     reason = _watch(vital, stopping, options.data_dir)
     logger.info("stopping Ray: %s", reason)
-    children = me.children(recursive=True)
+    end_children(me)
+    os._exit(0 if stopping.is_set() else 1)  # Ray's exit handlers would wait for processes that have ended
+
+
+def end_children(process: psutil.Process) -> None:
+    """Kill all that `process` has started, and remove the source weights that engines among it have left."""
+    children = process.children(recursive=True)
     for child in children:
         with contextlib.suppress(psutil.NoSuchProcess):
             child.kill()
     deadline = time.monotonic() + KILLED_S
     while not all(map(_is_dead, children)) and time.monotonic() < deadline:
         time.sleep(0.05)
-    remove_leftovers()  # source weights that the engines among them shared
-    os._exit(0 if stopping.is_set() else 1)  # Ray's exit handlers would wait for processes that have ended
+    remove_leftovers()
 
 
 def _is_vital(process: psutil.Process) -> bool:

@@ -12,7 +12,8 @@ import psutil
 import pytest
 import ray
 
-from service.cluster.local_ray import HostRecord, stop_processes
+from service.cluster.local_ray import HostRecord, end_children, stop_processes
+from workers.merging.node import SharedDirectory
 
 # Starts another process as Ray's supervisor starts a job, says which, and waits.
 SCRIPT = "sleep 120 & echo $!; wait"
@@ -91,6 +92,22 @@ def test_only_rays_own_processes_are_killed(processes: Processes) -> None:
     stop_processes(HostRecord(2**22 + 1, 0.0, "127.0.0.1:1", "http://127.0.0.1:2", session))
     wait_until_ended(raylet, worker, part, processes.started_by(raylet), processes.started_by(worker))
     assert [is_running(process) for process in users] == [True] * len(users)
+
+
+def test_end_removes_what_killed_engines_left(
+    processes: Processes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The end of Ray's host removes memory of the processes that it kills, but none that another process uses."""
+    monkeypatch.setattr("workers.merging.node.SHARED_MEMORY", tmp_path)
+    used = SharedDirectory("used")
+    left = used.path.parent / "left"
+    left.mkdir()
+    (left / "users").touch()
+    host = processes.start("ray")
+    end_children(host)
+    assert not is_running(processes.started_by(host))
+    assert [each.name for each in used.path.parent.iterdir()] == ["used"]
+    used.close()
 
 
 def test_a_host_that_still_runs_ends_with_all_that_it_started(processes: Processes) -> None:

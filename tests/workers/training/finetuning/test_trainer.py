@@ -597,7 +597,7 @@ def test_no_gpu_is_used_that_was_not_given(place: Path, tmp_path: Path, monkeypa
     """GPUs are visible also to processes that have reserved none."""
 
     def load(spec: FinetuneSpec, base: Path, device: torch.device, **_: Any) -> None:
-        raise InvalidModel(f"loaded on {device}")
+        raise InvalidModel((f"loaded on {device}",))
 
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(trainer, "load_model", load)
