@@ -135,7 +135,9 @@ def _parser() -> argparse.ArgumentParser:
         help="machines: h100x8, h200x8, a100x1, a100-40gbx8, l40sx4, rtx4090x2, cpux32 and so on, a YAML file, or here "
         "(the default), which measures this machine",
     )
-    command.add_argument("--nodes", type=_count, default=1, metavar="N", help="number of such machines (default 1)")
+    command.add_argument(
+        "--nodes", type=_count, metavar="N", help="number of such machines (default 1, or that of FILE)"
+    )
     command.add_argument(
         "--price", type=_price, metavar="P", help="price of a GPU for an hour, or of a machine without"
     )

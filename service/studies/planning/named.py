@@ -17,11 +17,11 @@ NAMED = re.compile(r"(?P<kind>[a-z0-9-]+)x(?P<count>[1-9][0-9]*)")
 ACCEPTED = f"give one of {', '.join(KINDS)} with a number of GPUs or cores, such as h100x8, a YAML file, or here"
 
 
-def profile_named(name: str, *, nodes: int = 1, price: float | None = None) -> MachineProfile:
+def profile_named(name: str, *, nodes: int | None = None, price: float | None = None) -> MachineProfile:
     """Find the machine profile that `name` stands for: "here", a YAML file, or a kind with a number such as "h100x8".
 
-    `nodes` is the number of such machines. `price`, if given, replaces the profile's price. Raises InvalidStudy for an
-    unknown name, and for a file that cannot be read.
+    `nodes` is the number of such machines; None means the number in a file, else one. `price`, if given, replaces the
+    profile's price. Raises InvalidStudy for an unknown name, and for a file that cannot be read.
     """
     if name == "here":
         from service.studies.planning.here import this_machine
@@ -35,7 +35,7 @@ def profile_named(name: str, *, nodes: int = 1, price: float | None = None) -> M
         if kind not in KINDS:
             raise InvalidStudy((Problem("--profile", f"{name!r} is no profile; {ACCEPTED}"),))
         found = _times(KINDS[kind], count, name)
-    found = replace(found, nodes=nodes if nodes > 1 else found.nodes)
+    found = found if nodes is None else replace(found, nodes=nodes)
     return found if price is None else replace(found, price=price)
 
 
@@ -84,7 +84,12 @@ def read_profile(file: Path) -> MachineProfile:
         raise InvalidStudy(tuple(Problem("--profile", f"{file}: {text}") for text in problems))
     changes: dict[str, Any] = {key: int(value) if kinds[key] == "int" else value for key, value in document.items()}
     changes = {"name": file.stem, "source": file.name} | changes
-    found = replace(profile_named(like), **changes) if like is not None else MachineProfile(**changes)
+    try:
+        found = replace(profile_named(like), **changes) if like is not None else MachineProfile(**changes)
+    except InvalidStudy as error:
+        raise InvalidStudy(
+            tuple(Problem(each.field, f"{file}: like: {each.message}") for each in error.problems)
+        ) from error
     needed = ("gpu_bytes", "gpu_flops", "gpu_flops_float32", "gpu_bandwidth", "link_bandwidth", "mapped_bandwidth")
     lacking = [name for name in needed if found.gpus and not getattr(found, name)]
     if lacking:

@@ -34,6 +34,13 @@ def test_unknown_profiles_are_refused(name: str) -> None:
         profile_named(name)
 
 
+def test_number_of_machines_replaces_that_of_a_file(tmp_path: Path) -> None:
+    """A given number of machines counts, also one machine; without it, the file's number does."""
+    file = tmp_path / "ours.yaml"
+    file.write_text("like: h100x4\nnodes: 3\n")
+    assert [profile_named(str(file), nodes=nodes).nodes for nodes in (None, 1, 2)] == [3, 1, 2]
+
+
 def test_files_change_a_profile_or_state_one(tmp_path: Path) -> None:
     file = tmp_path / "ours.yaml"
     file.write_text("like: h100x4\nhost_bytes: 500000000000\nprice: 2\n")
@@ -48,6 +55,7 @@ def test_files_change_a_profile_or_state_one(tmp_path: Path) -> None:
     [
         ("- 1", "is not a mapping"),
         ("cores: 8", "host_bytes is missing; give it, or like: h100x8"),
+        ("like: b200x8", "ours.yaml: like: 'b200x8' is no profile; give one of h100, "),
         ("like: h100x4\nspeed: 3", "'speed' is not a field; give like, name, cores"),
         ("like: h100x4\ncores: many", "cores: 'many' is not a number"),
         ("like: h100x4\ncores: 1.5", "cores: 1.5 is not a whole number"),
@@ -57,7 +65,7 @@ def test_files_change_a_profile_or_state_one(tmp_path: Path) -> None:
         ("like: cpux4\ngpus: 2", "gpus=2 needs gpu_bytes, gpu_flops"),
         ("a: [", "cannot be read"),
     ],
-    ids=["list", "missing", "unknown", "text", "fraction", "negative", "nan", "zero", "no-gpu", "yaml"],
+    ids=["list", "missing", "like", "unknown", "text", "fraction", "negative", "nan", "zero", "no-gpu", "yaml"],
 )
 def test_wrong_files_are_refused(tmp_path: Path, text: str, said: str) -> None:
     """A wrong file is refused with the field, the value, what is accepted, and the file."""
