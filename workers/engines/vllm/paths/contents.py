@@ -101,6 +101,7 @@ class PathContents(WeightContents):
                 room=room - COPIES_ON_CPU * outside_bytes(self.sources, size),
                 layer_bytes=widest_layer_bytes(self.sources, COPIES_ON_CPU * size),
                 num_sources=self._num_sources,
+                num_layers=self.sources.layout.num_layers,
                 max_layers=self.max_layers,
                 of="host memory",
             )

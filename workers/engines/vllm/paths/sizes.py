@@ -23,19 +23,21 @@ __all__ = ["alignment_bytes", "outside_bytes", "path_requirements", "pool_size",
 GB = 1e9
 
 
-def pool_size(*, room: int, layer_bytes: int, num_sources: int, max_layers: int, of: str) -> int:
+def pool_size(*, room: int, layer_bytes: int, num_sources: int, num_layers: int, max_layers: int, of: str) -> int:
     """Number of layers that an engine for layer paths keeps in memory (its pool of layers).
 
     A layer path names the layers of a merge in the order in which they are computed. `num_sources` is the number of
     layers of all source models, and `max_layers` is the number of layers of the longest merge; these layers may all be
-    different. A layer takes `layer_bytes`, and `room` bytes are free. The pool has room for all source layers and one
+    different. Each source has `num_layers` layers, which no longest merge may be below, because the sources are scored
+    too. A layer takes `layer_bytes`, and `room` bytes are free. The pool has room for all source layers and one
     longest merge, if they fit. Otherwise it has as many layers as fit, and a source's layer that was overwritten is
     written again when it is needed. `of` names the memory in messages. Raises EngineUnavailable if the layers of the
     longest merge do not fit.
     """
     fitting = max(room, 0) // layer_bytes
     if fitting < max_layers:
-        advice = f"lower limits.max_layers to at most {fitting}" if fitting else "use a larger machine"
+        lower = f"lower limits.max_layers to at most {fitting}"
+        advice = lower if fitting >= num_layers else f"the sources have {num_layers}; use a larger machine"
         raise EngineUnavailable(
             f"paths of up to {max_layers} layers: one layer takes {layer_bytes / GB:.3g} GB, and {of} has room for "
             f"{fitting}, {max(room, 0) / GB:.3g} GB; {advice}"
@@ -77,14 +79,15 @@ def path_requirements(
     usable = usable_gpu_bytes(gpu_free, gpu_total) - needs.beside
     layer = widest_layer_bytes(sources, size)
     beside_many, beside_few = (ranks * (usable - without.engine(texts)) for texts in (MANY_TEXTS, FEW_TEXTS))
-    num_layers = pool_size(
+    held = pool_size(
         room=beside_many if beside_many >= max_layers * layer else beside_few,
         layer_bytes=layer,
         num_sources=len(sources.views) * sources.layout.num_layers,
+        num_layers=sources.layout.num_layers,
         max_layers=max_layers,
         of="the GPU" if ranks == 1 else "the GPUs",
     )
-    return replace(needs, weights=outside + num_layers * layer // ranks), num_layers
+    return replace(needs, weights=outside + held * layer // ranks), held
 
 
 def widest_layer_bytes(sources: ResolvedFamily, value_bytes: int) -> int:

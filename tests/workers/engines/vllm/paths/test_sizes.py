@@ -18,8 +18,10 @@ from workers.models.family import resolve_model
 GB = 10**9
 
 
-def size(room: int, *, max_layers: int = 36) -> int:
-    return pool_size(room=room, layer_bytes=GB, num_sources=96, max_layers=max_layers, of="the GPU")
+def size(room: int, *, max_layers: int = 36, num_layers: int = 24) -> int:
+    return pool_size(
+        room=room, layer_bytes=GB, num_sources=96, num_layers=num_layers, max_layers=max_layers, of="the GPU"
+    )
 
 
 def test_where_there_is_room_all_sources_and_a_whole_merge_fit() -> None:
@@ -29,12 +31,14 @@ def test_where_there_is_room_all_sources_and_a_whole_merge_fit() -> None:
 
 
 def test_unfitting_merge_is_refused() -> None:
-    """A merge that does not fit is refused with the size that would."""
+    """A merge that does not fit is refused with the size that would, if the sources, which are scored too, fit."""
     message = r"paths of up to 36 layers: one layer takes 1 GB, and the GPU has room for 30, 30\.2 GB; lower"
     with pytest.raises(EngineUnavailable, match=message + r" limits\.max_layers to at most 30"):
         size(30 * GB + GB // 5)
-    with pytest.raises(EngineUnavailable, match=r"room for 0, 0 GB; use a larger machine"):
+    with pytest.raises(EngineUnavailable, match=r"room for 0, 0 GB; the sources have 24; use a larger machine"):
         size(-5)
+    with pytest.raises(EngineUnavailable, match=r"room for 30, 30 GB; the sources have 32; use a larger machine"):
+        size(30 * GB, num_layers=32)
 
 
 def test_bytes_are_those_of_the_tensors(tmp_path: Path) -> None:
