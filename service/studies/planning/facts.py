@@ -10,6 +10,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from workers.engines.transformers.outlines import NUMBERS_OF_EXPERTS
+
 if TYPE_CHECKING:
     from workers.models.family import ResolvedFamily
 
@@ -22,14 +24,16 @@ class ModelFacts:
 
     Attributes:
         parameters: Number of parameters of a merge.
-        multiplied: Number of parameters outside the embedding and the output head. Each multiplies an activation once
-            for each token.
+        multiplied: Number of parameters outside the embedding and the output head. A pass over many tokens reads all of
+            them.
         head: Number of parameters of the output head, which multiplies activations only where logits are computed.
         attention: Number of arithmetic operations of attention for each pair of a token and an earlier token, over all
             layers.
         layers: Number of layers.
         tensors: Number of tensors of a merge.
         bank_bytes: Bytes of all sources as they are stored.
+        idle: Number of those `multiplied` parameters that multiply no activation of a token: in a mixture of experts,
+            the parameters of the experts that are not chosen for the token.
     """
 
     parameters: int
@@ -39,6 +43,12 @@ class ModelFacts:
     layers: int
     tensors: int
     bank_bytes: int
+    idle: int = 0
+
+    @property
+    def active(self) -> int:
+        """Number of parameters outside embedding and head that multiply an activation of each token."""
+        return self.multiplied - self.idle
 
     def deepened(self, layers: int) -> ModelFacts:
         """Facts about merges that have `layers` layers, each as large as the mean layer of the models."""
@@ -53,6 +63,7 @@ class ModelFacts:
             layers,
             self.tensors * layers // self.layers,
             self.bank_bytes,
+            self.idle * layers // self.layers,
         )
 
 
@@ -71,7 +82,20 @@ def facts_of(sources: ResolvedFamily) -> ModelFacts:
         layers=layout.num_layers,
         tensors=len(sizes),
         bank_bytes=sources.stored_bytes,
+        idle=_idle(sizes, sources.base.config, chosen=int(config.get("num_experts_per_tok") or 0)),
     )
+
+
+def _idle(sizes: Mapping[str, int], config: Mapping[str, Any], *, chosen: int) -> int:
+    """Number of parameters of the experts of a mixture that are not chosen for a token; 0 if there are no experts.
+
+    `sizes` has the sizes of a model's tensors, keyed by name. `config` is the model's configuration as it is stored,
+    without defaults, which may state another number of experts. `chosen` is the number of experts of a token.
+    """
+    number = max(int(config.get(key) or 0) for key in NUMBERS_OF_EXPERTS)
+    if not 0 < chosen < number:
+        return 0
+    return sum(size for name, size in sizes.items() if ".experts." in name) * (number - chosen) // number
 
 
 def _width(config: Mapping[str, Any]) -> int:

@@ -215,7 +215,7 @@ class Speeds:
         """
         facts, device, own = self.facts, self.device, self.device.calibration
         share = own.transformers_products if in_transformers else own.products
-        operations = tokens * (2 * facts.multiplied + facts.attention * context) + 2 * logits * facts.head
+        operations = tokens * (2 * facts.active + facts.attention * context) + 2 * logits * facts.head
         arithmetic = operations / (device.products * share)
         memory = read_bytes / (device.bandwidth * own.decoding)
         return max(arithmetic, memory) + facts.layers * own.layer_s + own.pass_s
@@ -277,7 +277,9 @@ class Speeds:
         own = self.device.calibration
         loading = self.facts.bank_bytes / self.disk_bandwidth  # an engine begins with random weights
         moving = own.start_reads * self.model_bytes / self.device.bandwidth
-        passes = own.start_tokens * 2 * self.facts.parameters / (self.device.products * own.products)
+        passes = (
+            own.start_tokens * 2 * (self.facts.parameters - self.facts.idle) / (self.device.products * own.products)
+        )
         return own.start_s + loading + moving + passes + self.swap_s
 
     @property
@@ -302,7 +304,7 @@ class Speeds:
         """
         own, facts = self.device.calibration, self.facts
         tokens = work.samples * (work.tokens.read + work.tokens.answered)
-        operations = tokens * (2 * facts.multiplied + facts.attention * (work.tokens.read + work.tokens.answered) / 2)
+        operations = tokens * (2 * facts.active + facts.attention * (work.tokens.read + work.tokens.answered) / 2)
         operations += 2 * work.samples * work.tokens.answered * facts.head
         passes = 4 if recomputes else 3
         return (

@@ -24,7 +24,7 @@ from workers.models.remote.model_files import SMALL_FILES
 from workers.models.remote.snapshots import SnapshotRecord, make_snapshot
 from workers.object_store import is_object_url
 
-__all__ = ["linear_layers", "outline"]
+__all__ = ["NUMBERS_OF_EXPERTS", "linear_layers", "outline"]
 
 CONFIG, WEIGHTS = "config.json", "model.safetensors"
 

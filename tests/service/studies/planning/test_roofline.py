@@ -57,6 +57,23 @@ def test_evaluation_by_hand() -> None:
     assert found == pytest.approx(reading + steps)
 
 
+def test_idle_experts_are_read_but_not_multiplied() -> None:
+    """Parameters of experts that are not chosen for a token take time only where weights are read."""
+    work = Work(20, SampleTokens(read=5, answered=4))
+
+    def of(idle: int, *, bandwidth: float) -> tuple[float, float]:
+        found = replace(speeds(bandwidth=bandwidth), facts=replace(FACTS, idle=idle))
+        return found.evaluation_s(work), found.step_s(work, recomputes=False)
+
+    half = 20 * 5 * 1000 + 3 * 20 * 1000  # half of two operations for each parameter and token
+    evaluation, step = (
+        dense - mixture for dense, mixture in zip(*(of(i, bandwidth=1e9) for i in (0, 500)), strict=True)
+    )
+    assert evaluation == pytest.approx(half / 1e6)
+    assert step == pytest.approx(3 * 20 * 9 * 1000 / 1e6)
+    assert of(0, bandwidth=1e2)[0] == of(500, bandwidth=1e2)[0]
+
+
 def test_decoding_waits_for_memory_by_hand() -> None:
     """Where arithmetic is fast, a step takes as long as reading the weights once."""
     found = speeds(products=1e18, bandwidth=1e3).evaluation_s(Work(10, SampleTokens(read=5, answered=3)))
