@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from typing import TYPE_CHECKING, Any
 
 from service.studies.planning.profiles import PRODUCTS, MachineProfile
@@ -15,8 +16,8 @@ if TYPE_CHECKING:
 __all__ = ["chart_values"]
 
 GIB = 1 << 30
-# Shares of a node's memory: of a pod, as the system needs some, and of its shared memory, which counts towards it. The
-# chart refuses more than half of a pod's memory.
+# Shares of a node's memory: of a pod, as the system needs some (a pod has more if its study needs more), and of its
+# shared memory, which counts towards it. The chart refuses more than half of a pod's memory.
 POD_SHARE, SHM_SHARE, MOST_SHM_SHARE = 0.9, 0.3, 0.5
 
 
@@ -29,7 +30,8 @@ def chart_values(
     describes the machines, and `placement` says how the study uses them. The cache has room for one and a half times
     `sources_bytes`, the size of the models. Other values, such as the database, are in the chart's profiles.
     """
-    memory = int(POD_SHARE * profile.host_bytes / GIB)
+    needed = placement.host_bytes if placement.host_bytes <= placement.host_capacity else 0
+    memory = max(int(POD_SHARE * profile.host_bytes / GIB), math.ceil(needed / GIB))
     # Engines share the sources that they keep in host memory there.
     shared = math.ceil(1.05 * sources_bytes / GIB) if placement.bank == Placement.HOST else 0
     shm = min(int(MOST_SHM_SHARE * memory), max(int(SHM_SHARE * memory), shared))
@@ -53,7 +55,7 @@ def chart_values(
         "minReplicas": 0,
         "maxReplicas": max(1, placement.nodes),
     }
-    product = next((name for kind, name in PRODUCTS.items() if profile.name.startswith(kind)), None)
+    product = next((name for kind, name in PRODUCTS.items() if re.fullmatch(rf"{kind}(x\d+)?", profile.name)), None)
     if product is not None:
         # The label of NVIDIA's GPU feature discovery.
         group["nodeSelector"] = {"nvidia.com/gpu.product": product.replace(" ", "-")}
