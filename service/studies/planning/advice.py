@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from service.studies.planning.placement import StudyPlacement, gpus_to_verify
+from service.studies.planning.placement import StudyPlacement, gpus_to_verify, machines_of_engines
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.schedule import Phase
 
@@ -26,15 +26,18 @@ def advice_of(
     placement: StudyPlacement,
     gradients: GradientPlace | None,
     phases: Sequence[Phase],
+    *,
+    leave_gradients: Callable[[int], bool],
 ) -> tuple[str, ...]:
     """Advice on a plan in which engines use every GPU, so that the CPU computes gradients or verification for long.
 
     The plan is given by its study, the machines (`profile`), the placement, the place of gradients (None if the study
-    computes none) and its phases. Machines without GPUs get no advice, because their CPU computes everything.
+    computes none) and its phases. `leave_gradients` says whether a given number of engines leaves GPUs that can compute
+    gradients. Machines without GPUs get no advice, because their CPU computes everything.
     """
     if not profile.gpus:
         return ()
-    return tuple(_advice(study, profile, placement, gradients, phases))
+    return tuple(_advice(study, profile, placement, gradients, phases, leave_gradients))
 
 
 def _advice(
@@ -43,6 +46,7 @@ def _advice(
     placement: StudyPlacement,
     gradients: GradientPlace | None,
     phases: Sequence[Phase],
+    leave_gradients: Callable[[int], bool],
 ) -> Iterator[str]:
     least = sum(phase.elapsed_s.least for phase in phases)
     most = sum(phase.elapsed_s.most for phase in phases)
@@ -54,9 +58,11 @@ def _advice(
     }
     replicas, ranks = study.engine.replicas, study.engine.tensor_parallel_size
     is_full = replicas * ranks >= profile.gpus * profile.nodes
-    fewer = f"engine.replicas: {replicas - 1}" if replicas > 1 else "a machine with more GPUs"
+    fewer_engines = range(replicas - 1, 0, -1)
     if (times := long.get("gradient step")) and gradients is not None and gradients.device == "cpu" and is_full:
         is_refined = study.search.refinement is not None
+        free = next((number for number in fewer_engines if leave_gradients(number)), 0)
+        fewer = f"engine.replicas: {free}" if free else "a machine with more GPUs"
         ways = f"{fewer}, or {'no search.refinement' if is_refined else 'search.algorithm: smac'}"
         yield f"gradients take {times} on the CPU, because engines use every GPU: use {ways}"
     if (times := long.get("verification")) and not placement.verification_gpus:
@@ -67,7 +73,8 @@ def _advice(
             yield f"verification takes {times} on the CPU, because {few} too small for it: use {less}"
         elif placement.engines * ranks + needed > profile.gpus:
             # As many GPUs must be free on the machine with most engines.
-            free = min(replicas, placement.nodes * ((profile.gpus - needed) // ranks))
+            most_engines = (profile.gpus - needed) // ranks
+            free = next((n for n in fewer_engines if machines_of_engines(n, ranks, profile)[1] <= most_engines), 0)
             some = f"engine.replicas: {free}" if free else "a machine with more GPUs"
             left = profile.gpus - placement.engines * ranks
             why = "engines use every GPU" if left == 0 else f"it needs {needed} GPUs, and engines leave {left}"

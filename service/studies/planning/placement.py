@@ -5,18 +5,20 @@ Source weights are placed as the engine places them (`workers.engines.vllm.memor
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from service.disk import gib
-from service.studies.planning.profiles import MachineProfile
+from service.studies.planning.profiles import HOST_USABLE, MachineProfile
 from service.studies.preflight.resources import OF_SEVERAL, merges_parts, scored_methods, uses_statistics
 from workers.engines.kv_cache import value_bytes
 from workers.engines.transformers.batches import BATCH, batch_bytes, fitting_batch
 from workers.engines.vllm.memory import (
     CONTEXT_BYTES,
+    HOST_SHARE,
     MAX_NUM_SEQS,
     TEXT_TOKENS,
     EngineMemory,
@@ -29,6 +31,7 @@ from workers.engines.vllm.memory import (
 )
 from workers.engines.vllm.paths.sizes import path_requirements
 from workers.errors import EngineUnavailable
+from workers.models.checkpoints import stored_bytes
 from workers.serving.gpu_verification import WEIGHT_BYTES, verification_bytes
 from workers.types import Placement
 
@@ -38,10 +41,8 @@ if TYPE_CHECKING:
     from service.studies.preflight.resources import MemoryPlan
     from workers.models.family import ResolvedFamily
 
-__all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "gpus_to_verify", "place_study"]
+__all__ = ["ON_OWN_GPUS", "Part", "StudyPlacement", "gpus_to_verify", "machines_of_engines", "place_study"]
 
-# The share of a host's memory that a study may plan for; the rest is for the system, Ray and caches of files.
-HOST_USABLE = 0.95
 # Parts whose GPUs have no engine; the others share each GPU of an engine.
 ON_OWN_GPUS = frozenset({"gradients", "verification"})
 # Their names, if they take a share that an engine leaves.
@@ -140,15 +141,13 @@ def place_study(
     """
     ranks = study.engine.tensor_parallel_size
     on_gpus = profile.gpus > 0
-    each = max(1, profile.gpus // ranks) if on_gpus else study.engine.replicas
-    nodes = min(profile.nodes, math.ceil(study.engine.replicas / each)) if on_gpus else min(profile.nodes, each)
-    engines = math.ceil(study.engine.replicas / max(1, nodes))
+    nodes, engines = machines_of_engines(study.engine.replicas, ranks, profile)
     is_beside = gradients is not None and gradients.gpu_share > 0
     has_own_gpus = gradients is not None and gradients.device == "cuda" and not is_beside
     own_gpus = gradients.num_gpus if gradients is not None and has_own_gpus else 0
     # The machine with fewest engines has most GPUs for gradients.
     on_last = study.engine.replicas - engines * (nodes - 1)
-    if own_gpus > profile.gpus - on_last * ranks and nodes < profile.nodes:
+    if own_gpus and own_gpus > profile.gpus - on_last * ranks and nodes < profile.nodes:
         nodes += 1
     host_capacity = int(HOST_USABLE * profile.host_bytes)
     verification = VERIFICATION_COPIES * sources.num_parameters * value_bytes(dtype)
@@ -163,7 +162,9 @@ def place_study(
             study, sources, profile, gpu_free=gpu_free, dtype=dtype, max_layers=max_layers, aligns=aligns
         )
         lacks += lack
-        divided, reason, lack = _divided(needs, profile, gpu_free=gpu_free, processes=processes)
+        divided, reason, lack = _divided(
+            needs, study, sources, profile, gpu_free=gpu_free, dtype=dtype, processes=processes
+        )
         lacks += lack
         methods = scored_methods(study, sources)
         statistics = needs.statistics - needs.recent if uses_statistics(methods, {"magnitudes"}) else 0
@@ -264,11 +265,29 @@ def place_study(
         sources.num_parameters,
         (),
     )
-    return replace(placement, lacks=(*lacks, *_lack_of_host(placement, study, profile)))
+    return replace(
+        placement,
+        lacks=(
+            *lacks,
+            *_lack_of_host(
+                placement, study, sources, profile, dtype=dtype, verification=verification if verifies else 0
+            ),
+        ),
+    )
 
 
 def _on_share(num_bytes: int, share: float) -> str:
     return f"one engine's GPU: {gib(num_bytes)} of the {100 * share:.0f} % of its GPU that each engine leaves"
+
+
+def machines_of_engines(replicas: int, ranks: int, profile: MachineProfile) -> tuple[int, int]:
+    """Number of machines that run `replicas` engines of `ranks` GPUs, and number of engines on the fullest of them.
+
+    Engines use as few machines with GPUs of `profile` as possible; those on the CPU are spread over all machines.
+    """
+    each = max(1, profile.gpus // ranks) if profile.gpus else 1
+    nodes = min(profile.nodes, math.ceil(replicas / each))
+    return nodes, math.ceil(replicas / nodes)
 
 
 def gpus_to_verify(num_parameters: int, profile: MachineProfile, batch_bytes: int = 0) -> int:
@@ -314,13 +333,21 @@ def _requirements(
 
 
 def _divided(
-    needs: MemoryRequirements, profile: MachineProfile, *, gpu_free: int, processes: int
+    needs: MemoryRequirements,
+    study: Study,
+    sources: ResolvedFamily,
+    profile: MachineProfile,
+    *,
+    gpu_free: int,
+    dtype: str,
+    processes: int,
 ) -> tuple[EngineMemory | None, str, list[str]]:
     """Divide the memory of a machine with GPUs, which `profile` describes, between engines and source weights.
 
     `needs` is the memory that the study needs, `gpu_free` bytes of each GPU are free for an engine, and `processes` is
-    the number of engine processes that share the source weights on the machine. Returns the division, its reason, and
-    reasons why the engines do not fit. The division is None if the engines do not fit.
+    the number of engine processes that share the source weights on the machine. The other arguments are as in
+    `place_study`. Returns the division, its reason, and reasons why the engines do not fit. The division is None if the
+    engines do not fit.
     """
     try:
         found = divide_memory(
@@ -332,27 +359,48 @@ def _divided(
             is_shared=True,
         )
     except EngineUnavailable:
-        usable = usable_gpu_bytes(gpu_free, profile.gpu_bytes)
-        usable = min(usable, profile.gpu_bytes - CONTEXT_BYTES - needs.logprobs)
+        ways = ", or ".join(_smaller_engines(study, sources, profile, gpu_free=gpu_free, dtype=dtype))
         lack = (
             f"an engine needs {gib(needs.engine(1))} of each GPU, {gib(needs.weights)} of them for weights; "
-            f"{gib(usable)} of {profile.name}'s are usable"
+            f"{gib(_room_for_engine(needs, profile, gpu_free))} of {profile.name}'s are usable; use "
+            f"{ways or 'larger GPUs'}"
         )
-        return None, "the model does not fit into a GPU", [lack + "; " + _larger_ranks(needs, usable)]
+        return None, "the model does not fit into a GPU", [lack]
     return found, found.reason, []
 
 
-def _larger_ranks(needs: MemoryRequirements, usable: int) -> str:
-    """Advice for an engine that does not fit on its GPUs: more GPUs (a power of two), a smaller dtype, shorter texts.
+def _room_for_engine(needs: MemoryRequirements, profile: MachineProfile, gpu_free: int) -> int:
+    """Bytes of a GPU that an engine may use if tensors are merged on the CPU, as `divide_memory` computes them."""
+    usable = usable_gpu_bytes(gpu_free, profile.gpu_bytes)
+    return max(0, min(usable, gpu_free - CONTEXT_BYTES - needs.logprobs))
 
-    `needs` is the memory that an engine needs. `usable` is the number of bytes of a GPU that the engine may use.
-    """
-    whole = needs.weights * needs.ranks
-    fixed = needs.engine(1) - needs.weights - needs.max_length * needs.kv_token
-    kv = needs.max_length * needs.kv_token * needs.ranks
-    fitting = [n for n in (2, 4, 8, 16) if n > needs.ranks and (whole + kv) / n + fixed <= usable]
-    advice = f"use engine.tensor_parallel_size: {fitting[0]}" if fitting else "use larger GPUs"
-    return f"{advice}, or a smaller engine.dtype where it is float32, or a smaller engine.max_model_len"
+
+def _smaller_engines(
+    study: Study, sources: ResolvedFamily, profile: MachineProfile, *, gpu_free: int, dtype: str
+) -> Iterator[str]:
+    """Options of the study file, one at a time, with each of which an engine would fit on its GPUs."""
+    config, engine = sources.base.settings, study.engine
+    now: dict[str, Any] = {"dtype": dtype, "max_length": engine.max_model_len, "ranks": engine.tensor_parallel_size}
+
+    def fits(**changes: Any) -> bool:
+        needs = memory_requirements(sources, config=config, **(now | changes))
+        return needs.engine(1) <= _room_for_engine(needs, profile, gpu_free)
+
+    heads = int(config.get("num_attention_heads") or 1)
+    possible = (2, 4, 8, 16) if sources.modality.runs_on_vllm else ()
+    for ranks in possible:
+        if ranks > engine.tensor_parallel_size and heads % ranks == 0 and fits(ranks=ranks):
+            most = profile.gpus // ranks * profile.nodes
+            fewer = f" with engine.replicas: {most}" if engine.replicas > most else ""
+            yield f"engine.tensor_parallel_size: {ranks}{fewer if most else f' on machines of {ranks} GPUs'}"
+            break
+    if dtype == "float32" and fits(dtype="bfloat16"):
+        yield "engine.dtype: bfloat16"
+    for halved in range(1, 5):
+        length = engine.max_model_len >> halved
+        if length and fits(max_length=length):
+            yield f"engine.max_model_len: {length}"
+            break
 
 
 def _lack_of_gpus(study: Study, sources: ResolvedFamily, profile: MachineProfile) -> Iterator[str]:
@@ -376,24 +424,96 @@ def _lack_of_gpus(study: Study, sources: ResolvedFamily, profile: MachineProfile
         )
 
 
-def _lack_of_host(placement: StudyPlacement, study: Study, profile: MachineProfile) -> Iterator[str]:
+@dataclass(frozen=True)
+class _Change:
+    """A change of a study, in words, with the host memory that it frees.
+
+    `freed` are the bytes that it frees of engines and source weights. Shares of the memory of gradients and of
+    verification remain.
+    """
+
+    text: str
+    freed: int = 0
+    gradients: float = 1.0
+    verification: float = 1.0
+
+
+def _lack_of_host(
+    placement: StudyPlacement,
+    study: Study,
+    sources: ResolvedFamily,
+    profile: MachineProfile,
+    *,
+    dtype: str,
+    verification: int,
+) -> Iterator[str]:
+    """What the hosts have too little memory for, with changes that would suffice: single ones, else two together.
+
+    `verification` is the memory of a verification on its own: it comes after the gradients, and takes their memory.
+    """
     if placement.host_bytes <= placement.host_capacity:
         return
+    of = {part.name.removesuffix(BESIDE): part.host_bytes for part in placement.parts}
+    gradients = of.get("gradients", 0)
+    rest = placement.host_bytes - gradients - of.get("verification", 0)
+    changes = list(_changes_of_host(placement, study, sources, profile, of=of, dtype=dtype, verification=verification))
+
+    def suffice(chosen: Sequence[_Change]) -> bool:
+        computed = gradients * math.prod(change.gradients for change in chosen)
+        verified = verification * math.prod(change.verification for change in chosen)
+        needed = rest - sum(change.freed for change in chosen) + max(computed, verified)
+        return needed <= placement.host_capacity
+
+    ways = [[change] for change in changes if suffice([change])]
+    ways = ways or [list(pair) for pair in itertools.combinations(changes, 2) if suffice(pair)]
+    advice = [" with ".join(change.text for change in way) for way in ways]
     parts = ", ".join(f"{part.name} {gib(part.host_bytes)}" for part in placement.parts if part.host_bytes)
-    advice = []
-    if placement.engines > 1:
-        advice.append(f"fewer engine.replicas than {study.engine.replicas}, or more --nodes")
-    if any(part.name.startswith("verification") for part in placement.parts):
-        rest = placement.host_bytes - next(p.host_bytes for p in placement.parts if p.name.startswith("verification"))
-        if rest <= placement.host_capacity:
-            advice.append("engine.verify: false")
-    if not profile.gpus and study.engine.dtype == "float32":
-        advice.append("engine.dtype: bfloat16")
-    advice += ["LoRA adapters in place of full experts", "fewer experts", "a machine with more memory"]
+    larger = math.ceil(placement.host_bytes / HOST_USABLE)
+    if placement.bank == Placement.MAPPED.value and profile.gpus and sources.stored_bytes <= HOST_SHARE * larger:
+        larger += math.ceil(sources.stored_bytes / HOST_USABLE)  # so much memory would have a copy of the sources
+    advice.append(f"machines with {gib(larger)} of memory")
     yield (
         f"a host needs {gib(placement.host_bytes)} ({parts}), and {gib(placement.host_capacity)} of {profile.name}'s "
         f"are usable; use {'; or '.join(advice)}"
     )
+
+
+def _changes_of_host(
+    placement: StudyPlacement,
+    study: Study,
+    sources: ResolvedFamily,
+    profile: MachineProfile,
+    *,
+    of: Mapping[str, int],
+    dtype: str,
+    verification: int,
+) -> Iterator[_Change]:
+    """Changes that free host memory, of which `of` has the bytes of each part; others are as in `_lack_of_host`."""
+    replicas, ranks = study.engine.replicas, study.engine.tensor_parallel_size
+    by_engines = of.get("engines", 0) + of.get("processes of engines", 0) + of.get("statistics of sources", 0)
+    each = by_engines // placement.engines
+    for number in range(placement.engines - 1, 0, -1):
+        fewer = (n for n in range(replicas - 1, 0, -1) if machines_of_engines(n, ranks, profile)[1] <= number)
+        spread = "" if profile.gpus else f" (or --nodes {math.ceil(replicas / number)})"
+        freed = each * (placement.engines - number)
+        text = f"engine.replicas: {next(fewer, 1)}{spread}"
+        if number == 1 or placement.host_bytes - freed <= placement.host_capacity:
+            yield _Change(text, freed)
+            break
+    if of.get("gradients"):
+        is_refined = study.search.refinement is not None
+        yield _Change("no search.refinement" if is_refined else "search.algorithm: smac", gradients=0.0)
+    if verification:
+        yield _Change("engine.verify: false", verification=0.0)
+    if not profile.gpus and dtype == "float32":
+        weights = placement.engines * sources.num_parameters * sources.modality.copies_on_cpu
+        freed = weights * (value_bytes("float32") - value_bytes("bfloat16"))
+        yield _Change("engine.dtype: bfloat16", freed, verification=0.5)
+    kept = of.get("source weights", 0)
+    experts = [view for view in sources.views.values() if view is not sources.base]
+    if kept and any(view.base is None for view in experts):
+        full = stored_bytes([sources.checkpoints[sources.base_alias]])
+        yield _Change("LoRA adapters in place of full experts", kept - full)
 
 
 def _texts(needs: MemoryRequirements, kv_bytes: int) -> int:

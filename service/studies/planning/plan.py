@@ -11,7 +11,7 @@ from search_spaces.study.engine import Engine
 from service.studies.planning.advice import advice_of
 from service.studies.planning.chart import chart_values
 from service.studies.planning.facts import ModelFacts, facts_of
-from service.studies.planning.placement import StudyPlacement, place_study
+from service.studies.planning.placement import StudyPlacement, machines_of_engines, place_study
 from service.studies.planning.profiles import MachineProfile
 from service.studies.planning.roofline import (
     CPU,
@@ -24,7 +24,7 @@ from service.studies.planning.roofline import (
     statistics_s,
 )
 from service.studies.planning.schedule import Bounds, Phase, StudyLengths, phases_of, study_lengths, verified_lengths
-from service.studies.preflight.gradients import gradient_gpu_bytes
+from service.studies.preflight.gradients import fits_free_gpus, gradient_gpu_bytes
 from workers.engines.kv_cache import kv_token_bytes, value_bytes
 
 if TYPE_CHECKING:
@@ -163,7 +163,7 @@ def plan_of(
             experts=len(preflight.models.family.experts),
             threads=of_engine * study.engine.tensor_parallel_size,
         ),
-        machines=max(1, min(placement.nodes, study.engine.replicas)),
+        machines=machines_of_engines(study.engine.replicas, study.engine.tensor_parallel_size, profile)[0],
     )
     elapsed = [phase.elapsed_s for phase in phases]
     hours = Bounds(sum(each.least for each in elapsed) / 3600, sum(each.most for each in elapsed) / 3600)
@@ -175,7 +175,12 @@ def plan_of(
     cost = None if profile.price is None else Bounds(gpu_hours.least * profile.price, gpu_hours.most * profile.price)
     every = placement.lacks or lacks  # preflight's reasons are about the same memory, without the parts
     chart = chart_values(study, profile, placement, sources_bytes=facts.bank_bytes)
-    advice = () if every else advice_of(study, profile, placement, gradients, phases)
+
+    def leave_gradients(replicas: int) -> bool:
+        fewer = study.model_copy(update={"engine": study.engine.model_copy(update={"replicas": replicas})})
+        return fits_free_gpus(fewer, sources, profile.machines, max_layers=max_layers)
+
+    advice = () if every else advice_of(study, profile, placement, gradients, phases, leave_gradients=leave_gradients)
     return StudyPlan(profile, dtype, facts, placement, phases, hours, gpu_hours, cost, every, advice, chart)
 
 

@@ -11,9 +11,11 @@ from dataclasses import dataclass, replace
 from service.engine_machines import EngineMachines
 from service.studies.planning.roofline import PYTHON_LOOPS
 
-__all__ = ["KINDS", "PRODUCTS", "MachineProfile"]
+__all__ = ["HOST_USABLE", "KINDS", "PRODUCTS", "MachineProfile"]
 
 GB, GIB, TERA = 10**9, 1 << 30, 1e12
+# The share of a host's memory that a study may plan for; the rest is for the system, Ray and caches of files.
+HOST_USABLE = 0.95
 
 
 @dataclass(frozen=True)
@@ -64,9 +66,12 @@ class MachineProfile:
 
     @property
     def machines(self) -> tuple[EngineMachines, ...]:
-        """The machines of this profile as one group of equal machines, in the form that the checks of a study need."""
+        """The machines of this profile as one group of equal machines, in the form that the checks of a study need.
+
+        Their host memory is the part that a study may plan for, so that gradients are not planned in more.
+        """
         memory = self.gpu_bytes if self.gpus else None
-        return (EngineMachines(self.gpus, self.host_bytes, memory, self.nodes),)
+        return (EngineMachines(self.gpus, int(HOST_USABLE * self.host_bytes), memory, self.nodes),)
 
     def host_flops(self, threads: int) -> float:
         return self.core_flops * threads
@@ -153,8 +158,7 @@ KINDS: dict[str, MachineProfile] = {
         name="cpu", cores=1, host_bytes=4 * GIB, source="a core as in docs/how-to/plan.md, and 4 GiB for each"
     ),
 }
-# The name that the driver gives a GPU of each kind; GPUs of other names, such as H100s for PCIe, have other speeds. A
-# kind whose name begins with another kind's name comes first.
+# The name that the driver gives a GPU of each kind; GPUs of other names, such as H100s for PCIe, have other speeds.
 PRODUCTS = {
     "h100": "NVIDIA H100 80GB HBM3",
     "h200": "NVIDIA H200",

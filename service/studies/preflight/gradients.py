@@ -22,7 +22,7 @@ from workers.engines.vllm.paths.sizes import outside_bytes, widest_layer_bytes
 from workers.models.family import ResolvedFamily
 from workers.training.memory import divided_layers, pass_bytes, reduction_bytes, tokens_within
 
-__all__ = ["GradientPlace", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
+__all__ = ["GradientPlace", "fits_free_gpus", "gradient_gpu_bytes", "gradient_place", "reduction_bytes"]
 
 # The smallest passes that are planned; smaller ones are computed only if a GPU turns out to be full.
 LEAST_PLANNED_TOKENS = 2_048
@@ -85,6 +85,16 @@ def gradient_place(
         f"{gib(with_gradients.needed_bytes)} in all, and {gib(with_gradients.available_bytes or 0)} are available"
     )
     return None, lack + (f"; {why}" if why else "")
+
+
+def fits_free_gpus(
+    study: Study, sources: ResolvedFamily, machines: Sequence[EngineMachines], *, max_layers: int = 0
+) -> bool:
+    """Whether GPUs of one machine that have no engine can compute a study's gradients.
+
+    The arguments are as in the function `gradient_place`.
+    """
+    return _on_gpu(study, sources, machines, max_layers)[0] is not None
 
 
 def _on_cpu(study: Study, sources: ResolvedFamily, why: str, max_layers: int) -> Iterator[GradientPlace]:

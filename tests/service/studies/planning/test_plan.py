@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import re
 from collections.abc import Callable
 from dataclasses import replace
@@ -21,6 +22,7 @@ from service.jobs.search.plan_document import plan_document
 from service.schemas.json_schemas import schemas
 from service.studies.planning.chart import chart_values
 from service.studies.planning.named import profile_named
+from service.studies.planning.placement import Part
 from service.studies.planning.plan import StudyPlan, _threads
 from tests.service.studies.planning.examples import EXAMPLES, Example, example_study
 from workers.engines.vllm.memory import logprobs_bytes
@@ -76,12 +78,48 @@ def test_adapters_take_less_memory_and_time(planned: Planned) -> None:
 
 
 def test_what_does_not_fit_says_what_to_change(planned: Planned) -> None:
-    """70B on one GPU does not fit; the plan names a tensor parallel size, and with this and enough GPUs it fits."""
+    """70B on one GPU does not fit; each named change of engines, and of the study for the host, then suffices."""
     plan = planned("70B on one GPU").machine
     assert not plan.fits
-    assert any("use engine.tensor_parallel_size: 2" in lack for lack in plan.lacks)
+    of_engine, of_host = plan.lacks
+    assert of_engine.endswith("are usable; use engine.tensor_parallel_size: 2 on machines of 2 GPUs")
+    assert "search.algorithm: smac with engine.verify: false; or machines with " in of_host
+    assert "LoRA" not in of_host, "mapped files take no memory that adapters would free"
     two = planned("70B on one GPU", profile="h100x2", engine={"tensor_parallel_size": 2}).machine
-    assert not [lack for lack in two.lacks if "tensor_parallel_size" in lack]
+    assert not [lack for lack in two.lacks if "an engine needs" in lack]
+
+
+def test_named_changes_of_an_engine_suffice(planned: Planned) -> None:
+    """Only options are named with which the engine fits: a dtype where it is float32, and lengths that are enough."""
+    name, profile = "Llama-2-13B, 3 full experts", "rtx4090x2"
+    (lack, *_) = planned(name, profile=profile, engine={"dtype": "float32", "tensor_parallel_size": 2}).machine.lacks
+    assert lack.endswith("use engine.tensor_parallel_size: 4 on machines of 4 GPUs, or engine.dtype: bfloat16")
+    assert planned(name, profile=profile, engine={"dtype": "bfloat16", "tensor_parallel_size": 2}).machine.fits
+    (one, *_) = planned("Qwen2.5-7B, 3 full experts", profile="rtx4090x1", engine={"dtype": "float32"}).machine.lacks
+    assert "use engine.tensor_parallel_size: 2 on machines of 2 GPUs, or engine.dtype: bfloat16" in one
+
+
+def test_named_changes_of_a_host_suffice(planned: Planned) -> None:
+    """Each change that is named for a lack of host memory is enough, also one of two that are needed together."""
+    name = "Qwen2.5-7B, 3 full experts"
+    (lack,) = (lack for lack in planned(name, profile="cpux32").machine.lacks if lack.startswith("a host needs"))
+    assert "are usable; use engine.verify: false; or machines with " in lack
+    assert planned(name, profile="cpux32", engine={"verify": False}).machine.fits
+    memory = re.search(r"machines with ([0-9.]+) GiB of memory", lack)
+    assert memory is not None
+    assert planned(name, profile=f"cpux{math.ceil(float(memory[1]) / 4)}").machine.fits
+    four = {"replicas": 4, "dtype": "bfloat16"}
+    (lack,) = (each for each in planned(name, profile="cpux32", engine=four).machine.lacks if "a host" in each)
+    assert "use engine.replicas: 1 (or --nodes 4) with engine.verify: false; or engine.replicas: 1 (or" in lack
+    assert planned(name, profile="cpux32", engine=four | {"replicas": 1, "verify": False}).machine.fits
+
+
+def test_gradients_are_planned_in_usable_memory(tmp_path: Path) -> None:
+    """Passes of gradients have the size that fits into the part of a host's memory that a study may plan for."""
+    example = EXAMPLES["Llama-3-8B, 3 LoRA experts"]._replace(engine={})
+    study = example_study(tmp_path, example)
+    profile = replace(profile_named("rtx4090x2"), host_bytes=182 * 10**9)  # larger passes would take 99 % of it
+    assert check(study, tmp_path, metadata_only=True, profile=profile).machine.fits
 
 
 def test_more_engines_than_gpus_are_refused(planned: Planned) -> None:
@@ -117,6 +155,29 @@ def test_shared_memory_of_pods_holds_the_sources(
     study = example_study(tmp_path, EXAMPLES[name])
     values = chart_values(study, profile_named("a100x1"), placed, sources_bytes=gib << 30)
     assert values["ray"]["gpuGroups"][0]["shm"] == f"{shm}Gi"
+
+
+def test_memory_of_pods_is_what_the_study_needs(planned: Planned, tmp_path: Path) -> None:
+    """A study that fits, but needs more than the usual share of a machine, gets it in its pods."""
+    name = "Qwen2.5-7B, 3 full experts"
+    placed, profile = planned(name).machine.placement, profile_named("a100x1")
+    study = example_study(tmp_path, EXAMPLES[name])
+    memory = []
+    for needed in (100, 220, 300):
+        whole = replace(placed, parts=(Part("engines", "host", host_bytes=needed << 30),))
+        values = chart_values(study, profile, whole, sources_bytes=1 << 30)
+        memory.append(values["ray"]["gpuGroups"][0]["memory"])
+    assert memory == ["214Gi", "220Gi", "214Gi"]
+
+
+def test_only_known_gpus_are_selected(planned: Planned, tmp_path: Path) -> None:
+    """A file's profile whose name begins as that of a GPU may have other GPUs, and selects no nodes by their label."""
+    name = "Qwen2.5-7B, 3 full experts"
+    placed, study = planned(name).machine.placement, example_study(tmp_path, EXAMPLES[name])
+    for profile, is_selected in (("rtx4090x2", True), ("a100", True), ("h100-pcie", False), ("l40s4", False)):
+        machine = replace(profile_named("a100x1"), name=profile)
+        group = chart_values(study, machine, placed, sources_bytes=1 << 30)["ray"]["gpuGroups"][0]
+        assert ("nodeSelector" in group) == is_selected
 
 
 def test_parts_add_up_to_what_is_compared(planned: Planned) -> None:
@@ -304,6 +365,9 @@ def test_engines_on_every_gpu_are_advised_against(planned: Planned) -> None:
     name = "Llama-3-8B, 3 full experts"
     (short,) = planned(name, profile="a100-40gbx8", engine={"replicas": 7}).machine.advice
     assert f"because it needs 2 GPUs, and engines leave 1: use engine.replicas: 6, or {less}" in short
+    small, _ = planned(name, profile="rtx4090x8", engine={"replicas": 8}).machine.advice
+    assert "engine.replicas: 6, or search.algorithm: smac" in small, "one GPU is too small for the gradients"
+    assert planned(name, profile="rtx4090x8", engine={"replicas": 6}).machine.advice == ()
     (alone,) = planned(name, profile="rtx4090x1", engine={}).machine.advice
     assert f"because one GPU is too small for it: use {less}" in alone
 
@@ -316,6 +380,20 @@ def test_gradients_on_another_machine_are_counted(planned: Planned) -> None:
     assert plan.placement.engines == 1
     assert plan.chart["ray"]["gpuGroups"][0]["maxReplicas"] == 2
     assert planned("Llama-3-8B, 3 full experts", nodes=2).machine.placement.nodes == 1
+
+
+def test_machines_without_engines_are_not_counted(planned: Planned) -> None:
+    """Canaries are made where engines are, and advice for these engines is about their machine."""
+    plan = planned("Llama-3-8B, 3 full experts", nodes=2, engine={"replicas": 8}).machine
+    assert plan.placement.nodes == 2
+    canary = next(phase for phase in plan.phases if phase.name == "canary")
+    assert (canary.number, canary.width) == (9, 1)
+    (advice,) = plan.advice
+    assert "because engines use every GPU: use engine.replicas: 7, or fewer" in advice
+    (one,) = {
+        planned("Qwen2.5-7B, 3 full experts", profile="cpux128", nodes=nodes).machine.gpu_hours for nodes in (1, 3)
+    }
+    assert one.least > 0
 
 
 def test_engines_of_paths_hold_a_pool_of_layers(planned: Planned, tmp_path: Path) -> None:
