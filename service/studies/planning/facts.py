@@ -10,8 +10,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-from workers.engines.transformers.outlines import NUMBERS_OF_EXPERTS
-
 if TYPE_CHECKING:
     from workers.models.family import ResolvedFamily
 
@@ -92,6 +90,8 @@ def _idle(sizes: Mapping[str, int], config: Mapping[str, Any], *, chosen: int) -
     `sizes` has the sizes of a model's tensors, keyed by name. `config` is the model's configuration as it is stored,
     without defaults, which may state another number of experts. `chosen` is the number of experts of a token.
     """
+    from workers.engines.transformers.outlines import NUMBERS_OF_EXPERTS
+
     number = max(int(config.get(key) or 0) for key in NUMBERS_OF_EXPERTS)
     if not 0 < chosen < number:
         return 0
