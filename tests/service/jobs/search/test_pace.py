@@ -65,7 +65,7 @@ def test_samples_after_a_refinement_have_the_speed_of_the_search(meter: PaceMete
 
 
 def test_a_stage_has_no_speed_before_its_first_chunk(meter: PaceMeter, clock: Clock) -> None:
-    """Samples are counted once their chunk is scored; until the first chunk of a stage, "0/s" would look like a halt."""
+    """Samples are counted once their chunk is scored. Before the first chunk of a stage, "0/s" looks like a halt."""
     work(meter, clock, "searching", 40)
     assert meter.pace().samples_per_second is None
     work(meter, clock, "searching", 10, samples=20)
