@@ -177,7 +177,7 @@ class PolicyOptions(Section):
     avoids_repeats: bool = True
     """Whether a path that was proposed before is replaced by a new one with few changes."""
     restart_after: Annotated[int, Field(ge=1, le=100_000)] | None = None
-    """The number of iterations of a policy without a better path for one of its preference vectors after which its
+    """The number of iterations of a policy without a better path for any of its preference vectors after which its
     policy network starts anew; its value network does not. Default: never.
     """
     length_penalty: Annotated[float, Field(ge=0)] = 0.001

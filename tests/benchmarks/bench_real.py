@@ -36,7 +36,7 @@ from typing import Any
 import psutil
 
 from service.disk import locked
-from tests.benchmarks.arms import NotKept, files_alone, is_fresh, kept
+from tests.benchmarks.arms import NotKept, is_fresh, kept
 from tests.benchmarks.code_digests import code_digest
 from tests.benchmarks.real_family import KINDS, SEARCHES, SPLITS, TASKS, finetune_document, study_document
 from workers.evaluation.system_calls import PR_SET_PDEATHSIG
@@ -231,15 +231,16 @@ def anonymous_bytes(process: int) -> int:
 # -- tables ------------------------------------------------------------------------------------------------------------
 
 
-def on_file() -> dict[str, dict[str, Any]]:
-    """The figures of all arms that are on file."""
+def kept_arms() -> dict[str, dict[str, Any]]:
+    """The figures of all arms that are on file, for calls inside `files_alone`; raises NotKept if there is none."""
     found = {}
-    with files_alone():
-        for arm in ARMS:
-            try:
-                found[arm] = measured(arm)
-            except NotKept:
-                continue
+    for arm in ARMS:
+        try:
+            found[arm] = measured(arm)
+        except NotKept:
+            continue
+    if not found:
+        raise NotKept(f"{BENCHMARK}: no arm is on file")
     return found
 
 
@@ -274,3 +275,9 @@ def holdout_table(figures: Mapping[str, Any]) -> str:
 def _text(estimate: Mapping[str, Any], sign: str = "") -> str:
     low, high = estimate["ci95"]
     return f"{estimate['value']:{sign}.3f} [{low:{sign}.3f}, {high:{sign}.3f}]"
+
+
+TABLES = {
+    "costs": lambda: costs_table(kept_arms()),
+    "lora-auto": lambda: holdout_table(measured("lora/auto")),
+}

@@ -195,11 +195,14 @@ class _Speed:
         """Speed at the time `now`: how much the count, such as the number of scored samples, grows per second.
 
         The growth is measured over the last 60 s of the study's present stage, or from its beginning if the stage is
-        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage.
+        shorter. `now` is in seconds of the meter's clock. Returns None in the first two seconds of a stage, and before
+        the count has grown in the stage.
         """
         if not self._points or now - self._points[0][0] < 2.0:
             return None
         (first, before), (_, after) = self._points[0], self._points[-1]
+        if self.busy is None and before == after:  # samples are counted by chunk, of which the first may take minutes
+            return None
         return max(0.0, (after - before) / (now - first))
 
     def seconds_for(self, count: int, *, at_least: float = 0.0) -> float | None:

@@ -64,6 +64,18 @@ def test_samples_after_a_refinement_have_the_speed_of_the_search(meter: PaceMete
     assert meter.pace().time_left_s == pytest.approx((left - 500) / 50)
 
 
+def test_a_stage_has_no_speed_before_its_first_chunk(meter: PaceMeter, clock: Clock) -> None:
+    """Samples are counted once their chunk is scored. Before the first chunk of a stage, "0/s" looks like a halt."""
+    work(meter, clock, "searching", 40)
+    assert meter.pace().samples_per_second is None
+    work(meter, clock, "searching", 10, samples=20)
+    assert meter.pace().samples_per_second == pytest.approx(200 / 50)
+    work(meter, clock, "searching", 90)
+    assert meter.pace().samples_per_second == 0.0  # work that has halted is shown as such
+    work(meter, clock, "held-out", 40)
+    assert meter.pace().samples_per_second is None
+
+
 def test_a_driver_that_begins_with_a_refinement_has_its_speed(meter: PaceMeter, clock: Clock) -> None:
     work(meter, clock, "refining", 10, samples=5, steps=2.0)
     assert meter.pace().time_left_s == pytest.approx((PLANNED_SAMPLES - 50) / 5 + (PLANNED_STEPS - 20) / 2.0)
