@@ -212,7 +212,7 @@ def place_study(
         texts = _texts(needs, kv)
         parts += [
             Part("source weights", "files mapped into memory, shared", host_bytes=memory.bank_bytes),
-            Part("engines", f"host, {engines}", host_bytes=engines * (memory.engine_bytes + kv)),
+            Part("engines", f"host, {engines}", host_bytes=engines * memory.engine_bytes),
         ]
     left_bytes = int(gpu_share_left * profile.gpu_bytes)
     if gradients is not None:

@@ -18,7 +18,7 @@ from service.disk import gib
 from service.engine_machines import EngineMachines, runs_on_gpus, stated_machines
 from service.studies.preflight.dtype import DTYPE_BYTES, engine_dtype
 from workers.engines.host_memory import total_host_bytes
-from workers.engines.vllm.memory import HOST_SHARE
+from workers.engines.vllm.memory import HOST_SHARE, kv_cache_bytes
 from workers.engines.vllm.paths.sizes import alignment_bytes, outside_bytes, widest_layer_bytes
 from workers.engines.vllm.startup.gpus import smallest_gpu_bytes
 from workers.merging.recent import recent_bytes
@@ -46,7 +46,7 @@ __all__ = [
     "uses_statistics",
 ]
 
-# Bytes of an engine's process besides weights: interpreter, torch, vLLM and its caches on CPU.
+# Bytes of an engine's process besides weights, keys and values: interpreter, torch, vLLM and its caches on CPU.
 ENGINE_OVERHEAD_BYTES = 2 * 2**30
 
 # Bytes of the gradient actor's process besides its model and its activations: interpreter, torch, transformers.
@@ -245,13 +245,17 @@ def _plan_on(
     modality = sources.modality
     copies = 0 if machines.num_gpus else modality.copies_on_cpu  # in host memory
     element_bytes = DTYPE_BYTES[engine_dtype(study)]
+    keys_and_values = 0
+    if modality.runs_on_vllm and not machines.num_gpus:
+        longest = {**sources.base.settings, "num_hidden_layers": max_layers} if max_layers else sources.base.settings
+        keys_and_values = kv_cache_bytes(longest, study.engine.max_model_len, engine_dtype(study))
     held = sources.num_parameters
     if max_layers:
         aligned = alignment_bytes(sources.base.config, max_layers, 1) if aligns else 0
         available = sys.maxsize if machines.memory_bytes is None else machines.memory_bytes
         num_held = max_layers
         if modality.runs_on_vllm:
-            num_held = _pool_size(sources, max_layers, available, copies * element_bytes)
+            num_held = _pool_size(sources, max_layers, available, copies * element_bytes, beside=keys_and_values)
         held = outside_bytes(sources, 1) + aligned + widest_layer_bytes(sources, 1) * num_held
     ranks = RANK_BYTES * len(study.models.experts) if study.engine.rank_cache else 0
     weights = held * copies * element_bytes + sources.num_parameters * ranks
@@ -265,7 +269,10 @@ def _plan_on(
     processes = study.engine.tensor_parallel_size if machines.num_gpus else 1
     return MemoryPlan(
         bank_bytes=stored_bytes(sources.checkpoints.values()),
-        engine_bytes=weights + processes * (statistics + ENGINE_OVERHEAD_BYTES) + modality.cache_bytes,
+        engine_bytes=weights
+        + keys_and_values
+        + processes * (statistics + ENGINE_OVERHEAD_BYTES)
+        + modality.cache_bytes,
         replicas=replicas,
         available_bytes=machines.memory_bytes,
         gradient_bytes=computed + GRADIENT_OVERHEAD_BYTES + modality.cache_bytes if gradients is not None else 0,
@@ -356,19 +363,19 @@ def gradient_value_bytes(study: Study, device: Literal["cuda", "cpu"]) -> int:
     return 2 if study.engine.dtype == "bfloat16" or (study.engine.dtype == "auto" and device == "cuda") else 4
 
 
-def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int) -> int:
+def _pool_size(sources: ResolvedFamily, max_layers: int, available: int, bytes_of_value: int, *, beside: int) -> int:
     """Size of an engine's pool: the number of source layers that stay in host memory for building layer paths.
 
     A layer path is the sequence of source models' layers of which a merge consists; the longest has `max_layers`
     layers. If there is room, the pool holds all layers of all sources and `max_layers` further layers. Otherwise it
-    holds the largest number of layers that fits, together with the tensors outside layers, into HOST_SHARE of the
-    `available` bytes, but at least `max_layers`. Each element of a tensor takes `bytes_of_value` bytes. If
-    `bytes_of_value` is 0, the pool takes no host memory, so all layers fit.
+    holds the largest number of layers that fits, together with the tensors outside layers and the `beside` bytes of
+    keys and values, into HOST_SHARE of the `available` bytes, but at least `max_layers`. Each element of a tensor takes
+    `bytes_of_value` bytes. If `bytes_of_value` is 0, the pool takes no host memory, so all layers fit.
     """
     every = len(sources.checkpoints) * sources.layout.num_layers + max_layers
     if not bytes_of_value:
         return every
-    room = int(HOST_SHARE * available) - outside_bytes(sources, bytes_of_value)
+    room = int(HOST_SHARE * available) - beside - outside_bytes(sources, bytes_of_value)
     return max(max_layers, min(every, room // widest_layer_bytes(sources, bytes_of_value)))
 
 

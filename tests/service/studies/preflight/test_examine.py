@@ -43,6 +43,7 @@ from service.types import Origin
 from tests.builders import character_tokenizer, lora_adapter, tiny_family, tiny_qwen2, with_tokens
 from tests.conftest import HIDDEN, write_choices
 from tests.layouts import LAYOUTS, layout_family
+from workers.engines.vllm.memory import kv_cache_bytes
 from workers.engines.vllm.support import CapabilityProbe
 from workers.errors import InvalidModel
 from workers.evaluation.lm_eval_tasks import content_hash
@@ -516,7 +517,11 @@ def test_memory_is_the_bank_once_and_an_engine_for_every_replica(root: Path, dty
     found = examine(study, available_bytes=2**40)
     memory = found.memory
     assert memory.bank_bytes == bank_bytes(root)
-    assert memory.engine_bytes == COPIES * size * found.models.num_parameters + ENGINE_OVERHEAD_BYTES
+    config = json.loads((root / "base" / "config.json").read_text())
+    keys_and_values = kv_cache_bytes(config, 64, dtype) if COPIES else 0
+    assert memory.engine_bytes == (
+        COPIES * size * found.models.num_parameters + keys_and_values + ENGINE_OVERHEAD_BYTES
+    )
     assert memory.needed_bytes == memory.bank_bytes + memory.engine_bytes
     assert memory.available_bytes == 2**40
 
@@ -634,9 +639,9 @@ def test_memory_is_that_of_the_machines_for_engines(root: Path, monkeypatch: pyt
     monkeypatch.setattr(resources, "total_host_bytes", lambda: 2**30)
     study = study_of(root, engine={"max_model_len": 64, "replicas": 5})
     known = [EngineMachines(memory_bytes=2**30), EngineMachines(memory_bytes=2**40)]
-    assert "needs 10.0 GiB of memory, 1.0 GiB are available" in refusal_of(study)
+    assert "needs 10.2 GiB of memory, 1.0 GiB are available" in refusal_of(study)
     assert examine(study, machines=known).memory.available_bytes == 2**40
-    assert "needs 6.0 GiB of memory, 4.0 GiB" in refusal_of(study, machines=[EngineMachines(0, n) for n in (1, 2**32)])
+    assert "needs 6.1 GiB of memory, 4.0 GiB" in refusal_of(study, machines=[EngineMachines(0, n) for n in (1, 2**32)])
     monkeypatch.setenv(VARIABLE, "gpus=0,memory=64GiB gpus=8,memory=2GiB,nodes=2 gpus=4,memory=16GiB,gpu_memory=1MB")
     memory = examine(study, machines=known).memory
     assert (memory.available_bytes, memory.replicas) == (16 * 2**30, 2), "those with GPUs, and of these one that fits"

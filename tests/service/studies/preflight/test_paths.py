@@ -19,6 +19,7 @@ from service.studies.preflight.resources import ENGINE_OVERHEAD_BYTES
 from service.studies.preflight.result import PreflightResult, StudyTasks
 from tests.builders import tiny_family
 from tests.layouts import layout_family
+from workers.engines.vllm.memory import kv_cache_bytes
 
 LAYERS = 3
 
@@ -66,7 +67,9 @@ def test_memory_counts_the_layers_that_an_engine_holds(root: Path) -> None:
     outside = 2 * 128 * 32 + 32
     layer = (result.models.num_parameters - outside) // LAYERS
     held = outside + (3 * LAYERS + 5) * layer  # every layer of three models, and a whole merge besides
-    assert result.memory.engine_bytes == 2 * 4 * held + ENGINE_OVERHEAD_BYTES
+    longest = {**json.loads((root / "base" / "config.json").read_text()), "num_hidden_layers": 5}
+    keys_and_values = kv_cache_bytes(longest, 64, "float32")
+    assert result.memory.engine_bytes == 2 * 4 * held + keys_and_values + ENGINE_OVERHEAD_BYTES
 
 
 def test_the_largest_merge_is_what_an_export_may_take(root: Path) -> None:
