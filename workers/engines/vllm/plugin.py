@@ -7,7 +7,8 @@ package keep the plain weights next to the packed copies. A layer with both kind
 the plain weights.
 
 The module also keeps vLLM from changing transformers' classes, so that plain transformers remains available for
-comparison, and registers the model of layer paths.
+comparison, registers the model of layer paths, and keeps vLLM from kernels that cannot read the activations of a
+quantised model.
 """
 
 from __future__ import annotations
@@ -36,7 +37,8 @@ def register() -> None:
 
     The plugin registers the model class of engines whose merges have layers in any order, and keeps transformers'
     classes unchanged. On CPU it also keeps the plain weights beside the packed weights (copies in the layout of vLLM's
-    kernels). In other programs, and when it is called a second time, the plugin does nothing.
+    kernels), and computes quantised models in float32 without kernels for 16 bits. In other programs, and when it is
+    called a second time, the plugin does nothing.
     """
     from vllm import ModelRegistry
     from vllm.model_executor.layers import utils
@@ -50,6 +52,9 @@ def register() -> None:
     if current_platform.is_cpu() and not getattr(utils.dispatch_cpu_unquantized_gemm, "keeps_weights", False):
         _keep_linear_weights(utils)
         _keep_expert_weights()
+        from vllm.model_executor.kernels.linear.scaled_mm import cpu
+
+        _compute_int8_in_float32(cpu)
 
 
 def _keep_linear_weights(utils: Any) -> None:
@@ -105,6 +110,20 @@ def _keep_expert_weights() -> None:
 
     CPUUnquantizedExperts.process_weights_after_loading = pack_and_keep
     CPUUnquantizedExperts.apply = compute_with_packed
+
+
+def _compute_int8_in_float32(kernels: Any) -> None:
+    """Let layers in int8 use oneDNN's kernel if the model computes in float32.
+
+    `kernels` is vLLM's module of these layers. On CPUs with AMX it takes a kernel by the dtype of the weights alone,
+    and this kernel refuses activations in float32.
+    """
+    has_kernel = kernels.check_cpu_sgl_kernel
+
+    def reads_activations(n: int, k: int, dtype: torch.dtype) -> bool:
+        return torch.get_default_dtype() is not torch.float32 and bool(has_kernel(n, k, dtype))
+
+    kernels.check_cpu_sgl_kernel = reads_activations
 
 
 def _bits(weights: torch.Tensor) -> int:

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from workers.engines.vllm.plugin import _bits, _gives_its_columns
+from workers.engines.vllm.plugin import _bits, _compute_int8_in_float32, _gives_its_columns
 
 
 def layer(dtype: torch.dtype) -> Any:
@@ -36,3 +36,13 @@ def test_bits_are_those_of_the_weights_in_any_order() -> None:
     assert _bits(weights) == _bits(moved) == _bits(padded)
     weights[1, 2, 3] *= 1.01
     assert _bits(weights) != _bits(moved)
+
+
+def test_int8_in_float32_uses_no_kernel_for_16_bits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """With AMX, vLLM would take a kernel that refuses float32; tests/end_to_end/test_run.py scores such a model."""
+    kernels = SimpleNamespace(check_cpu_sgl_kernel=lambda n, k, dtype: n % 16 == 0)
+    _compute_int8_in_float32(kernels)
+    assert not kernels.check_cpu_sgl_kernel(32, 32, torch.int8)
+    monkeypatch.setattr(torch, "get_default_dtype", lambda: torch.bfloat16)
+    assert kernels.check_cpu_sgl_kernel(32, 32, torch.int8)
+    assert not kernels.check_cpu_sgl_kernel(8, 32, torch.int8)
