@@ -447,7 +447,7 @@ def _lack_of_host(
     dtype: str,
     verification: int,
 ) -> Iterator[str]:
-    """What the hosts have too little memory for, with changes that would suffice: single ones, else two together.
+    """Yield a message if the hosts have too little memory, with changes that suffice: single ones, else two together.
 
     `verification` is the memory of a verification on its own: it comes after the gradients, and takes their memory.
     """

@@ -670,7 +670,7 @@ def test_a_requested_trial_resumes_no_exhausted_search(tmp_path: Path, scheduler
     asked = max(trial.number for trial in store.trials(study) if trial.origin is Origin.SEARCH)
     SteeringStore(store).request_evaluation(store.job(study), asked, steering=Steering("evaluate"))
     assert num_trials() == num_trials() == {**ended, Origin.USER: 1}
-    assert len(store.events(study, kinds=[EventKind.SEARCH_ENDED])) == 1, "the end is told once"
+    assert len(store.events(study, kinds=[EventKind.SEARCH_ENDED])) == 1, "the event is stored once"
     last = store.trials(study)[-1]
     number, label = last.number + 1, "trial 1, refined from trial 0"
     refined = TrialRecord(number, Origin.REFINED, label, TrialState.FAIL, last.recipe, reason="the loss is NaN")

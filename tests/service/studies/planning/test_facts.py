@@ -10,7 +10,7 @@ from workers.models.family import resolve_model
 
 
 def test_experts_not_chosen_for_a_token_are_idle(tmp_path: Path) -> None:
-    """Of a mixture's 6 experts, a token goes through 2; a pass over many tokens reads all of them."""
+    """A token goes through 2 of a mixture's 6 experts; a pass over many tokens reads all of them."""
     model = layout_family(tmp_path, "qwen3_moe").models[0].directory
     facts = facts_of(resolve_model(model))
     of_expert = 3 * 32 * 72
